@@ -1,0 +1,146 @@
+"""The shape of a decoder transformer, and the full names and shapes of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+
+
+class ModelSpec(BaseModel):
+    """One decoder transformer, from GPT-2 to Llama, Qwen and Mistral.
+
+    Sizes are counts; ``dropout`` values are probabilities. ``kv_heads``, ``head_size`` default to
+    ``heads`` and ``hidden // heads``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "custom"
+    vocabulary: PositiveInt
+    hidden: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt = 0  # type: ignore[assignment]  # 0: as many as heads, filled in below
+    head_size: PositiveInt = 0  # type: ignore[assignment]  # 0: hidden // heads, filled in below
+    ffn_hidden: PositiveInt
+    max_positions: PositiveInt = 131072
+    positions: Literal["learned", "rope"] = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[float, float, float, float] | None = None
+    """Llama-3.1 frequency scaling: factor, low_freq_factor, high_freq_factor, original_max_positions."""
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: Literal["gelu_tanh", "gelu", "silu"] = "silu"
+    gated: bool = True
+    """SwiGLU-style MLP: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k before the rotation (Qwen3)."""
+    tied: bool = False
+    """The output head is the embedding matrix."""
+    sliding_window: PositiveInt | None = None
+    """Each token sees itself and the ``sliding_window - 1`` tokens before it."""
+    window_from_layer: int = 0
+    """Layers with a lower index see everything (Qwen2 ``max_window_layers``)."""
+    dropout: float = 0.0
+    """On the embedding output and on each residual branch."""
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+    residual_init_scale: bool = True
+    """Projections into the residual stream start at ``init_std / sqrt(2 * layers)`` (GPT-2)."""
+    experts: int = 0
+    """Number of experts per layer; 0 for a dense model. Expert models can be planned, not trained."""
+    experts_per_token: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        heads, hidden = values.get("heads"), values.get("hidden")
+        if not values.get("kv_heads"):
+            values["kv_heads"] = heads
+        if not values.get("head_size") and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            if hidden % heads:
+                raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}; give head_size or change one")
+            values["head_size"] = hidden // heads
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.heads % self.kv_heads:
+            legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {legal}")
+        if self.positions == "rope" and self.head_size % 2:
+            raise ValueError(f"head_size={self.head_size} must be even for rope positions")
+        for field in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
+        return self
+
+    def embedding_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Full name and global shape of the parameters before the first layer."""
+        yield "embedding.weight", (self.vocabulary, self.hidden)
+        if self.positions == "learned":
+            yield "position_embedding.weight", (self.max_positions, self.hidden)
+
+    def layer_parameters(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Full name and global shape of the parameters of one dense layer."""
+        hidden, ffn = self.hidden, self.ffn_hidden
+        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        prefix = f"layers.{layer}."
+
+        def norm(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+            yield f"{prefix}{name}.weight", (hidden,)
+            if self.norm == "layernorm":
+                yield f"{prefix}{name}.bias", (hidden,)
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{prefix}{name}.bias", (rows,)
+
+        yield from norm("attention_norm")
+        yield from linear("attention.q", q, hidden, self.qkv_bias)
+        yield from linear("attention.k", kv, hidden, self.qkv_bias)
+        yield from linear("attention.v", kv, hidden, self.qkv_bias)
+        if self.qk_norm:
+            yield f"{prefix}attention.q_norm.weight", (self.head_size,)
+            yield f"{prefix}attention.k_norm.weight", (self.head_size,)
+        yield from linear("attention.output", hidden, q, self.output_bias)
+        yield from norm("mlp_norm")
+        if self.gated:
+            yield from linear("mlp.gate", ffn, hidden, self.mlp_bias)
+        yield from linear("mlp.up", ffn, hidden, self.mlp_bias)
+        yield from linear("mlp.down", hidden, ffn, self.mlp_bias)
+
+    def head_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Full name and global shape of the parameters after the last layer."""
+        yield "final_norm.weight", (self.hidden,)
+        if self.norm == "layernorm":
+            yield "final_norm.bias", (self.hidden,)
+        if not self.tied:
+            yield "head.weight", (self.vocabulary, self.hidden)
+
+    def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Full name and global shape of every parameter, in the order of the network."""
+        yield from self.embedding_parameters()
+        for layer in range(self.layers):
+            yield from self.layer_parameters(layer)
+        yield from self.head_parameters()
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of scalar parameters (a tied head counts once)."""
+        total = 0
+        for _, shape in self.parameters():
+            size = 1
+            for extent in shape:
+                size *= extent
+            total += size
+        return total
