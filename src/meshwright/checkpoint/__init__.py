@@ -1,0 +1,1 @@
+"""Named, placed tensors on disk: written once, whole or not at all."""

@@ -1,0 +1,1 @@
+"""Text becomes token files, samples, and the global batch of each step."""

@@ -1,0 +1,1 @@
+"""The Ledger: what every rank stores, computes, sends and spends. Imports no torch."""

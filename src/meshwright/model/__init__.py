@@ -1,0 +1,1 @@
+"""The networks, their initialisation, and Hugging Face names in and out."""

@@ -1,0 +1,1 @@
+"""A model becomes a distributed model, one idea a file."""

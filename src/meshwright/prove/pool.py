@@ -1,0 +1,154 @@
+"""A pool of started Gloo ranks that run function after function: a parity test costs milliseconds, not a start."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+
+class RankFailure(MeshwrightError):
+    """A function failed on some rank of a pool; the message holds that rank's traceback."""
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankPool:
+    """``size`` processes joined in one Gloo process group, one thread each.
+
+    The processes live until ``close`` (or interpreter exit). A failure or a time-out ends all of
+    them, and the next ``run`` starts afresh, so one broken test cannot poison the next.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        atexit.register(self.close)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+        """Call a module-level ``function(*arguments)`` on every rank; the results by rank.
+
+        Raises:
+            RankFailure: the function raised on some rank, or a rank died, or ``timeout`` seconds passed.
+        """
+        if not self._processes:
+            self._start()
+        deadline = time.monotonic() + timeout
+        replies: list[Any] = [None] * self.size
+        try:
+            for connection in self._connections:
+                connection.send((function, arguments))
+            waiting = set(range(self.size))
+            failures: list[tuple[int, str]] = []
+            while waiting:
+                for rank in sorted(waiting):
+                    if self._connections[rank].poll(0.002):
+                        succeeded, replies[rank] = self._connections[rank].recv()
+                        waiting.discard(rank)
+                        if not succeeded:
+                            failures.append((rank, replies[rank]))
+                            # The others may now wait for this rank for ever: give them a moment, then end all.
+                            deadline = min(deadline, time.monotonic() + 3.0)
+                    elif self._processes[rank].poll() is not None:
+                        waiting.discard(rank)
+                        failures.append((rank, f"rank {rank} died with exit code {self._processes[rank].returncode}"))
+                        deadline = min(deadline, time.monotonic() + 3.0)
+                if time.monotonic() > deadline:
+                    break
+            if failures:
+                rank, text = failures[0]
+                raise RankFailure(f"rank {rank} of {self.size} failed:\n{text}")
+            if waiting:
+                raise RankFailure(f"ranks {sorted(waiting)} of {self.size} did not finish within {timeout:.0f} s")
+        except BaseException:
+            self.close()
+            raise
+        return replies
+
+    def _start(self) -> None:
+        port = free_port()
+        folder = tempfile.mkdtemp(prefix="meshwright-pool-")
+        with Listener(os.path.join(folder, "socket"), family="AF_UNIX") as listener:
+            environment = dict(
+                os.environ,
+                OMP_NUM_THREADS="1",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                WORLD_SIZE=str(self.size),
+                GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+                PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
+            )
+            for rank in range(self.size):
+                command = [sys.executable, "-m", "meshwright.prove.pool", str(listener.address)]
+                child = subprocess.Popen(command, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)))
+                self._processes.append(child)
+            accepted = {}
+            for _ in range(self.size):
+                connection = listener.accept()
+                accepted[connection.recv()] = connection
+        self._connections = [accepted[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes of this pool; a later ``run`` starts new ones."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=0.05)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes, self._connections = [], []
+
+
+def _end_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no orphan when the parent is killed
+
+
+def _serve(arguments: Sequence[str]) -> None:
+    from multiprocessing.connection import Client
+
+    _end_with_parent()
+    rank = int(os.environ["RANK"])
+    with Client(arguments[0], family="AF_UNIX") as connection:
+        connection.send(rank)
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        while True:
+            try:
+                function, parameters = connection.recv()
+            except EOFError:
+                break
+            try:
+                reply = (True, function(*parameters))
+            except BaseException:
+                reply = (False, traceback.format_exc())
+            connection.send(reply)
+    # Static destructors of the transport abort now and then; the work is done, so leave without them.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])

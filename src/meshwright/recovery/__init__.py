@@ -1,0 +1,1 @@
+"""Starting the ranks and what happens when they end."""
