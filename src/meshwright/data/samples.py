@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.packing import IGNORE, PADDING, Packing, Pieces, pack
 from meshwright.data.split import Spans
-from meshwright.data.tokens import TokenStore, unigram_entropy
+from meshwright.data.tokens import TokenStore
 
 Numbers = NDArray[np.int64]
 
@@ -87,16 +87,11 @@ class Samples:
         if self.document_mask:
             rows.positions[row, at:] = np.arange(self.length - at)
 
-    @property
-    def token_count(self) -> int:
-        """Tokens of the part, end tokens included."""
-        return int((self.spans[:, 1] - self.spans[:, 0]).sum())
-
-    def flat_tokens(self) -> NDArray[np.int64]:
-        """All tokens of the part, document after document, ``[token_count]``."""
-        tokens = self.store.tokens
-        return np.concatenate([np.asarray(tokens[begin:end], np.int64) for begin, end in self.spans.tolist()])
-
-    def unigram_entropy(self) -> float:
-        """Entropy in nats of the part's token frequencies."""
-        return unigram_entropy(self.flat_tokens())
+    def targets(self) -> NDArray[np.int64]:
+        """All labels that count in the part, in the order of the corpus: each token but a document's first."""
+        tokens, counted = self.store.tokens, self.store.counted
+        parts: list[NDArray[np.int64]] = []
+        for begin, end in self.spans.tolist():
+            part = np.asarray(tokens[begin + 1 : max(end, begin + 1)], np.int64)
+            parts.append(part if counted is None else part[counted[begin + 1 : max(end, begin + 1)] != 0])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)

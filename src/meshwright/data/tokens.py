@@ -6,10 +6,12 @@ A store is a folder: ``tokens.bin`` (uint16 or uint32), ``ends.bin`` (int64, whe
 
 from __future__ import annotations
 
+import bisect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,16 @@ from meshwright.data.split import Spans
 from meshwright.errors import DataError
 
 FORMAT = 1
+
+
+class TokenArray(Protocol):
+    """What is needed of ``[tokens]`` ids: a length and slices."""
+
+    def __len__(self) -> int:
+        """How many tokens there are."""
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]:
+        """The tokens of a slice with begin and end."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +42,16 @@ class TokenStore:
         counted: ``[tokens]`` uint8, 0 where a token is never a target; None when all are.
         size: One more than the largest id that the tokens can hold.
         end: The end-of-document token, or None.
-        digest: Of the content and of everything that shaped it.
         origin: What to call it in messages.
         seconds: Time spent tokenising, in this process, now; 0.0 when it was there already.
         empty_documents: Documents without any token, which were left out.
     """
 
-    tokens: NDArray[Any]
+    tokens: TokenArray
     spans: Spans
-    counted: NDArray[np.uint8] | None
+    counted: TokenArray | None
     size: int
     end: int | None
-    digest: str
     origin: str
     seconds: float = 0.0
     empty_documents: int = 0
@@ -66,7 +76,6 @@ def open_store(folder: Path, seconds: float = 0.0) -> TokenStore:
             counted=counted,
             size=int(meta["size"]),
             end=meta["end"],
-            digest=folder.name,
             origin=str(meta["origin"]),
             seconds=seconds,
             empty_documents=int(meta["empty_documents"]),
@@ -80,6 +89,52 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     if size != count * dtype.itemsize:
         raise ValueError(f"{path.name} has {size} bytes instead of {count * dtype.itemsize}")
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+
+
+class _Joined:
+    """Arrays one after another; a slice must lie in one of them, as every document does."""
+
+    def __init__(self, parts: Sequence[TokenArray]) -> None:
+        self._parts = parts
+        self._edges = [0]
+        for part in parts:
+            self._edges.append(self._edges[-1] + len(part))
+
+    def __len__(self) -> int:
+        return self._edges[-1]
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]:
+        if part.start >= part.stop:
+            return self._parts[0][0:0]
+        number = bisect.bisect_right(self._edges, part.start) - 1
+        offset = self._edges[number]
+        if part.stop > self._edges[number + 1]:
+            raise IndexError(f"tokens {part.start} to {part.stop} lie in more than one file")
+        return self._parts[number][part.start - offset : part.stop - offset]
+
+
+def join(stores: Sequence[TokenStore]) -> TokenStore:
+    """Several stores as one, without copying tokens."""
+    if len(stores) == 1:
+        return stores[0]
+    offsets = np.cumsum([0, *(len(store.tokens) for store in stores)])
+    spans = np.concatenate([store.spans + offset for store, offset in zip(stores, offsets, strict=False)])
+    counted = None
+    if any(store.counted is not None for store in stores):
+        ones = [np.broadcast_to(np.uint8(1), (len(store.tokens),)) for store in stores]
+        counted = _Joined(
+            [one if store.counted is None else store.counted for store, one in zip(stores, ones, strict=True)]
+        )
+    return TokenStore(
+        tokens=_Joined([store.tokens for store in stores]),
+        spans=spans,
+        counted=counted,
+        size=max(store.size for store in stores),
+        end=next((store.end for store in stores if store.end is not None), None),
+        origin=" and ".join(store.origin for store in stores),
+        seconds=sum(store.seconds for store in stores),
+        empty_documents=sum(store.empty_documents for store in stores),
+    )
 
 
 def unigram_entropy(tokens: NDArray[Any]) -> float:
