@@ -68,7 +68,9 @@ class Job(BaseModel):
 
     def source(self, key: str) -> str:
         """Where the value of ``key`` (such as ``layout.dp``) came from, in words."""
-        return self._sources.get(key, "default")
+        section, _, name = key.partition(".")
+        given = name in getattr(self, section).model_fields_set
+        return self._sources.get(key, "given" if given else "default")
 
     def with_layout(self, layout: Layout, source: str = "") -> Job:
         """The same job under another layout; ``source`` says where that came from."""

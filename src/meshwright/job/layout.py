@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
-]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
+_Counts = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
+_Policies = Annotated[tuple[Recompute, ...], Field(strict=False)]
 
 LOOPED_SCHEDULES: frozenset[str] = frozenset({"interleaved", "looped-bfs", "zero-bubble"})
 """Stage ``s`` is on pipeline rank ``s % pp``; any number of virtual stages."""
@@ -26,7 +26,7 @@ class Layout(BaseModel):
     global rank stands at each grid position (identity when absent).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dp: PositiveInt = 1
     shard: PositiveInt | None = None
@@ -41,11 +41,11 @@ class Layout(BaseModel):
     """Stages per pipeline rank; absent: 1, or 2 for the looped and V schedules."""
     micro_batch: PositiveInt | None = None
     """Sequences per micro-batch and dp rank; absent: chosen by ``Job.resolve``."""
-    recompute: Recompute | tuple[Recompute, ...] = "none"
+    recompute: Recompute | _Policies = "none"
     """One policy, or one per pipeline stage."""
-    stages: tuple[NonNegativeInt, ...] | None = None
+    stages: _Counts | None = None
     """Layers of each pipeline stage, in stage order; absent: as even as possible."""
-    placement: tuple[NonNegativeInt, ...] | None = None
+    placement: _Counts | None = None
 
     @property
     def ranks(self) -> int:

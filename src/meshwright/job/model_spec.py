@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ModelSpec(BaseModel):
@@ -15,23 +18,23 @@ class ModelSpec(BaseModel):
     ``heads`` and ``hidden // heads``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = "custom"
     vocabulary: PositiveInt
     hidden: PositiveInt
     layers: PositiveInt
     heads: PositiveInt
-    kv_heads: PositiveInt = 0  # type: ignore[assignment]  # 0: as many as heads, filled in below
-    head_size: PositiveInt = 0  # type: ignore[assignment]  # 0: hidden // heads, filled in below
+    kv_heads: PositiveInt = 0  # 0: as many as heads, filled in below
+    head_size: PositiveInt = 0  # 0: hidden // heads, filled in below
     ffn_hidden: PositiveInt
     max_positions: PositiveInt = 131072
     positions: Literal["learned", "rope"] = "rope"
-    rope_theta: float = 10000.0
-    rope_scaling: tuple[float, float, float, float] | None = None
+    rope_theta: _Positive = 10000.0
+    rope_scaling: Annotated[tuple[float, float, float, float], Field(strict=False)] | None = None
     """Llama-3.1 frequency scaling: factor, low_freq_factor, high_freq_factor, original_max_positions."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_eps: float = 1e-5
+    norm_eps: _Positive = 1e-5
     activation: Literal["gelu_tanh", "gelu", "silu"] = "silu"
     gated: bool = True
     """SwiGLU-style MLP: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
@@ -44,17 +47,17 @@ class ModelSpec(BaseModel):
     """The output head is the embedding matrix."""
     sliding_window: PositiveInt | None = None
     """Each token sees itself and the ``sliding_window - 1`` tokens before it."""
-    window_from_layer: int = 0
+    window_from_layer: NonNegativeInt = 0
     """Layers with a lower index see everything (Qwen2 ``max_window_layers``)."""
     dropout: float = 0.0
     """On the embedding output and on each residual branch."""
     attention_dropout: float = 0.0
-    init_std: float = 0.02
+    init_std: _Positive = 0.02
     residual_init_scale: bool = True
     """Projections into the residual stream start at ``init_std / sqrt(2 * layers)`` (GPT-2)."""
-    experts: int = 0
+    experts: NonNegativeInt = 0
     """Number of experts per layer; 0 for a dense model. Expert models can be planned, not trained."""
-    experts_per_token: int = 0
+    experts_per_token: NonNegativeInt = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +81,11 @@ class ModelSpec(BaseModel):
             raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {legal}")
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError(f"head_size={self.head_size} must be even for rope positions")
+        if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} does not fit experts={self.experts}; "
+                f"use 1 to {self.experts}, or leave both out for a dense model"
+            )
         for field in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
@@ -90,7 +98,7 @@ class ModelSpec(BaseModel):
             yield "position_embedding.weight", (self.max_positions, self.hidden)
 
     def layer_parameters(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Full name and global shape of the parameters of one dense layer."""
+        """Full name and global shape of the parameters of one layer."""
         hidden, ffn = self.hidden, self.ffn_hidden
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         prefix = f"layers.{layer}."
@@ -114,10 +122,13 @@ class ModelSpec(BaseModel):
             yield f"{prefix}attention.k_norm.weight", (self.head_size,)
         yield from linear("attention.output", hidden, q, self.output_bias)
         yield from norm("mlp_norm")
-        if self.gated:
-            yield from linear("mlp.gate", ffn, hidden, self.mlp_bias)
-        yield from linear("mlp.up", ffn, hidden, self.mlp_bias)
-        yield from linear("mlp.down", hidden, ffn, self.mlp_bias)
+        if self.experts:
+            yield f"{prefix}mlp.router.weight", (self.experts, hidden)
+        for mlp in [f"mlp.experts.{expert}" for expert in range(self.experts)] or ["mlp"]:
+            if self.gated:
+                yield from linear(f"{mlp}.gate", ffn, hidden, self.mlp_bias)
+            yield from linear(f"{mlp}.up", ffn, hidden, self.mlp_bias)
+            yield from linear(f"{mlp}.down", hidden, ffn, self.mlp_bias)
 
     def head_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Full name and global shape of the parameters after the last layer."""
@@ -137,10 +148,4 @@ class ModelSpec(BaseModel):
     @property
     def parameter_count(self) -> int:
         """Number of scalar parameters (a tied head counts once)."""
-        total = 0
-        for _, shape in self.parameters():
-            size = 1
-            for extent in shape:
-                size *= extent
-            total += size
-        return total
+        return sum(math.prod(shape) for _, shape in self.parameters())

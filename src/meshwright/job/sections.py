@@ -1,0 +1,179 @@
+"""The sections of a job file, one class each. Names here are the keys a user writes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from meshwright.errors import InputError
+from meshwright.job.hf_config import fields_from_hf_folder
+from meshwright.job.model_spec import ModelSpec
+from meshwright.job.presets import preset_fields
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Paths = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelSection(ModelSpec):
+    """[model]: a shape by ``preset``, by ``hf`` (a Hugging Face folder or config.json), or by its sizes.
+
+    Sizes given beside a preset or ``hf`` override it; ``sliding_window = 0`` and ``rope_scaling = []``
+    take those away.
+    """
+
+    preset: str | None = None
+    hf: str | None = None
+    init_from: str | None = None
+    """A Hugging Face folder whose weights training starts from; absent: from scratch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        given: dict[str, Any] = dict(values)
+        base: dict[str, Any] = {}
+        if given.get("preset") is not None and given.get("hf") is not None:
+            raise ValueError("preset and hf are both given; give one of them")
+        missing = [size for size in ("vocabulary", "hidden", "layers", "heads", "ffn_hidden") if size not in given]
+        try:
+            if isinstance(given.get("preset"), str):
+                base = preset_fields(given["preset"])
+            elif isinstance(given.get("hf"), str) and missing:
+                base = fields_from_hf_folder(given["hf"], "model.hf")
+            elif isinstance(given.get("init_from"), str) and missing and "preset" not in given:
+                base = fields_from_hf_folder(given["init_from"], "model.init_from")
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        if given.get("sliding_window") == 0:
+            given["sliding_window"] = None
+        if given.get("rope_scaling") in ([], ()):
+            given["rope_scaling"] = None
+        return {**base, **given}
+
+
+class DataSection(Section):
+    """[data]: the corpus, the tokenizer and how samples are cut from it."""
+
+    train: Paths = ()
+    """Files, as a string or a list."""
+    validation: Annotated[float, Field(gt=0, lt=1)] | Paths | None = None
+    """A fraction of the training corpus that is held out, or files of its own."""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a tokenizer.json."""
+    sequence_length: PositiveInt
+    """Tokens per sample that the model sees."""
+    packing: Literal["stream", "best-fit"] = "stream"
+    document_mask: bool = False
+    """Tokens attend only inside their own document, and positions restart there."""
+    format: Literal["auto", "text", "jsonl", "parquet", "megatron"] = "auto"
+    """Of all files; ``auto``: by suffix."""
+    separator: str = "\f"
+    """Plain text: what stands between two documents; the default is the form feed."""
+    end_token: str | None = None
+    """The end-of-document token of a tokenizer.json; absent: ``<|endoftext|>``, ``</s>`` and the like."""
+    text_field: str = "text"
+    prompt_field: str | None = None
+    """JSONL field put before the text and masked from the loss."""
+    cache: str = ".cache"
+    """Folder of tokenised files."""
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class BatchSection(Section):
+    """[batch]: the global batch, whatever the layout."""
+
+    global_size: PositiveInt
+    """Sequences per optimizer step over all ranks."""
+
+
+class OptimizerSection(Section):
+    """[optimizer]: the update and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: NonNegative = 3e-4
+    weight_decay: NonNegative = 0.0
+    betas: Annotated[tuple[Below1, Below1], Field(strict=False)] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    momentum: Below1 = 0.0
+    clip_norm: Positive | None = None
+    """Largest global gradient norm; absent: no clipping."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """Steps over which the rate falls; absent: the rest of the run (wsd: its last fifth)."""
+    min_lr_ratio: Fraction = 0.0
+    """The rate at the end of the decay, as a fraction of ``lr``."""
+
+
+class TrainSection(Section):
+    """[train]: how long, from which seed, under which guarantees."""
+
+    steps: PositiveInt = 1000
+    eval_every: PositiveInt | None = None
+    """Steps between validations; absent: only at the end."""
+    seed: NonNegativeInt = 0
+    deterministic: bool = False
+    """Bits do not depend on dp, and two runs are bit-equal."""
+    compile: bool = False
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What all ranks do when the loss or a gradient is not finite."""
+
+
+class PrecisionSection(Section):
+    """[precision]: the type of forward and backward; 16-bit types keep float32 masters."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    loss_scale_initial: Positive = 65536.0
+    """float16 only."""
+    loss_scale_growth_interval: PositiveInt = 2000
+    """float16 only: steps without overflow before the scale doubles."""
+
+
+class ClusterSection(Section):
+    """[cluster]: what it runs on."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: PositiveInt | None = None
+    """Ranks to start; absent: as many as the layout takes."""
+    memory_per_rank_bytes: PositiveInt | None = None
+
+
+class MemorySection(Section):
+    """[memory]: buffers."""
+
+    bucket_bytes: PositiveInt = 25 * 2**20
+    """Gradients are reduced in buckets of this size, in bytes, while backward runs."""
+
+
+class CheckpointSection(Section):
+    """[checkpoint]: when state is saved, and how many are kept."""
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; absent: only at the end."""
+    keep: PositiveInt = 2
+
+
+class ObserveSection(Section):
+    """[observe]: what a run records."""
+
+    sample_prompt: str | None = None
+    """Text to continue after training."""
+    sample_tokens: PositiveInt = 64
+    tensorboard: bool = False
+    ledger_step: PositiveInt = 3
+    """First step that the ledger records (steps count from 1)."""
