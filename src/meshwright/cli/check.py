@@ -1,0 +1,112 @@
+"""``meshwright check``: layouts proven equal to one device, and planted errors that must be found."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.errors import InputError
+from meshwright.job.job import Job, load_job
+from meshwright.prove.check import Found, check_layout, check_matrix, check_self_test
+from meshwright.prove.parity import Parity
+
+
+def check(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
+    layout: Annotated[str | None, typer.Option(help='One layout, the job as it is: "dp=2 tp=2 zero=1".')] = None,
+    matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts.")] = None,
+    self_test: Annotated[bool, typer.Option("--self-test", help="Plant errors; each must be found.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float64 or float32; absent: the job's.")] = None,
+    max_ranks: Annotated[int, typer.Option(min=1, help="Leave out layouts of more ranks.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 10,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Prove that a layout changes nothing but speed and memory.
+
+    Trains some steps under the layout and on one device from the same job, and compares losses,
+    gradients and parameters. Exit code 0: all equal within the bounds; 1: not.
+    """
+    if matrix not in (None, "layouts"):
+        raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts")
+    if layout is None and matrix is None and not self_test:
+        raise InputError("check: nothing to check; give --layout, --matrix layouts or --self-test")
+    if dtype not in (None, "float64", "float32"):
+        raise InputError(f"--dtype: {dtype!r} has no bound to hold; use float64 or float32")
+    settings = [*(overrides or []), *([f"precision.dtype={dtype}"] if dtype else [])]
+    job = load_job(job_file, settings, layout)
+    console = Console(quiet=as_json)
+    results = list(_run(job, layout, matrix, self_test, dtype, max_ranks, steps, console))
+    passed = bool(results) and all(result.passed for result in results)
+    if as_json:
+        print(json.dumps({"passed": passed, "results": [_finite(result.as_json()) for result in results]}))
+    else:
+        failed = sum(not result.passed for result in results)
+        console.print(f"{len(results) - failed} of {len(results)} passed", style="bold green" if passed else "bold red")
+    raise typer.Exit(0 if passed else 1)
+
+
+def _run(
+    job: Job, layout: str | None, matrix: str | None, self_test: bool, dtype: str | None, max_ranks: int, steps: int,
+    console: Console,
+) -> list[Parity | Found]:  # fmt: skip
+    results: list[Parity | Found] = []
+    began = time.monotonic()
+
+    def show(result: Parity | Found) -> None:
+        console.print(_line(result, time.monotonic() - began), highlight=False)
+
+    if layout is not None:
+        resolved = job.resolve()
+        result = check_layout(resolved, steps=steps)
+        show(result)
+        results.append(result)
+    if matrix is not None:
+        proof_dtype = dtype or (job.precision.dtype if job.precision.dtype == "float64" else "float32")
+        results += check_matrix(job, dtype=proof_dtype, max_ranks=max_ranks, steps=steps, report=show)
+    if self_test:
+        results += check_self_test(job, max_ranks=max_ranks, report=show)
+    if not console.quiet:
+        console.print(_table(results))
+    return results
+
+
+def _line(result: Parity | Found, seconds: float) -> str:
+    mark = "[green]ok[/]  " if result.passed else "[red]FAIL[/]"
+    if isinstance(result, Found):
+        return f"{seconds:6.1f} s  {mark} {result.label}: planted {result.planted}, seen as {result.how or 'nothing'}"
+    return (
+        f"{seconds:6.1f} s  {mark} {result.label}  {result.dtype} {result.optimizer}  "
+        f"parameters {result.max_relative_parameter_difference:.1e}  gradients "
+        f"{result.max_relative_gradient_difference:.1e}  loss {result.max_relative_loss_difference:.1e}"
+        + ("" if result.passed else f"  ({result.worst})")
+    )
+
+
+def _table(results: list[Parity | Found]) -> Table:
+    table = Table("layout", "ranks", "what", "worst difference", "passed")
+    for result in results:
+        if isinstance(result, Found):
+            table.add_row(result.label, str(result.ranks), f"planted {result.planted}", "found" if result.passed else "NOT FOUND",
+                          "yes" if result.passed else "NO")  # fmt: skip
+        else:
+            worst = max(
+                result.max_relative_parameter_difference,
+                result.max_relative_gradient_difference,
+                result.max_relative_loss_difference,
+            )
+            clip = "clipped" if result.clipped else "not clipped"
+            table.add_row(result.label, str(result.ranks), f"{result.dtype} {result.optimizer}, {clip}", f"{worst:.1e}",
+                          "yes" if result.passed else "NO")  # fmt: skip
+    return table
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null stands for a difference without bound."""
+    return {key: None if isinstance(item, float) and item in (float("inf"),) else item for key, item in value.items()}

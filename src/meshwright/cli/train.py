@@ -1,0 +1,80 @@
+"""``meshwright train``: check the job, make the run directory, start the ranks (or be one), report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.errors import InputError
+from meshwright.job.job import Job, load_job
+from meshwright.recovery.environment import RankPlace, detect_environment
+from meshwright.recovery.launch import launch
+from meshwright.train.prepare import prepare_run
+
+
+def train(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
+    out: Annotated[Path, typer.Option(help="Directory of the run; must be new or empty unless --resume.")],
+    layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2 pp=2 zero=1".')] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
+    port: Annotated[int | None, typer.Option(help="Rendezvous port on this machine; absent: a free one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Train a model under the job's layout.
+
+    On one machine it starts its own ranks; under torchrun, srun or a Kubernetes Job it is one of them.
+    Ctrl-C or SIGTERM saves and stops.
+    """
+    place = detect_environment()
+    job = load_job(job_file, overrides or [], layout)
+    job = job.resolve(place.world_size, ranks_from=place.source) if place else job.resolve()
+    first = place is None or place.rank == 0
+    if first:
+        prepare_run(job, out, resume=resume)
+    if place is not None:
+        _be_a_rank(place, job, out, resume)
+        return
+    if not as_json:
+        print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
+              f"ranks: {job.layout}", flush=True)  # fmt: skip
+    launch(out, job.layout.ranks, ["--resume"] if resume else [], port=port)
+    _report(job, out, as_json)
+
+
+def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool) -> None:
+    from meshwright.recovery.rank import run_as_rank
+    from meshwright.train.worker import train_rank
+
+    place.export()
+
+    def work() -> None:
+        train_rank(out, resume=resume, job=job)
+        if place.rank == 0:
+            _report(job, out, as_json=False)
+
+    run_as_rank(work)
+
+
+def _report(job: Job, out: Path, as_json: bool) -> None:
+    from meshwright.train.report import finish_report
+
+    summary: dict[str, Any] = finish_report(job, out, quiet=as_json)
+    if as_json:
+        print(json.dumps(summary))
+    sys.stdout.flush()
+
+
+def require_run(run: Path) -> Path:
+    """The directory of a run.
+
+    Raises:
+        InputError: there is no job.toml in it.
+    """
+    if not (run / "job.toml").is_file():
+        raise InputError(f"{run} is no run directory: it has no job.toml; give the --out of a training run")
+    return run

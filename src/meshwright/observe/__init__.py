@@ -1,0 +1,1 @@
+"""What a run tells: metric sinks, progress, summaries."""

@@ -1,0 +1,55 @@
+"""Append-only JSONL files: one object a line, whole lines only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A JSONL file that a reader may follow while it grows.
+
+    Each record is one ``write`` call, so a killed process leaves at most one cut line, at the end;
+    opening again drops such a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _drop_cut_line(path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, **record: Any) -> None:
+        """Append one record; ``time`` (seconds since the epoch) is added."""
+        self._file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a JSONL file; an absent file has none."""
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def truncate_after_step(path: Path, step: int) -> None:
+    """Keep the records up to ``step``: a resumed run replays the later ones, and each step stands once."""
+    kept = [record for record in read_json_lines(path) if record.get("step", 0) <= step]
+    if path.exists():
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _drop_cut_line(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        with open(path, "r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,185 @@
+"""The training loop: steps, validation, checkpoints, records, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives import all_gather_json, barrier
+from meshwright.comm.mesh import Mesh
+from meshwright.data.loader import Loader
+from meshwright.errors import TrainingStopped
+from meshwright.job.job import Job
+from meshwright.observe.progress import StepProgress
+from meshwright.observe.records import JsonLines, truncate_after_step
+from meshwright.train.measured import LedgerRecorder
+from meshwright.train.saving import Saver
+from meshwright.train.sinks import peak_memory_bytes
+from meshwright.train.trainer import StepReport, Trainer
+
+
+class TrainingLoop:
+    """Runs one job on one rank from its start, or from the last checkpoint of its run directory, to its end."""
+
+    def __init__(self, job: Job, mesh: Mesh, run_dir: Path, *, device: torch.device, resume: bool) -> None:
+        self.job, self.mesh, self.run_dir = job, mesh, run_dir
+        self.first = mesh.coordinate("world") == 0
+        self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
+        self.trainer = Trainer(job, mesh, device)
+        self.saver = Saver(self.trainer, run_dir)
+        if resume:
+            self.saver.resume()
+        elif job.model.init_from is not None:
+            self.saver.start_from_hugging_face(Path(job.model.init_from))
+        self.start = self.trainer.step_number
+        self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self.start + job.observe.ledger_step)
+        self._open_records(resume)
+        self._best_rates: list[float] = []
+        self._last_validation: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; the summary, which is also ``summary.json``.
+
+        Raises:
+            TrainingStopped: by an agreed decision (a signal, or a step that is not finite under policy ``stop``).
+        """
+        self._install_signals()
+        outcome = "done"
+        began = time.monotonic()
+        report: StepReport | None = None
+        with StepProgress(self.job.train.steps, self.start, shown=self.first) as progress:
+            self.progress = progress
+            while self.trainer.step_number < self.job.train.steps:
+                report = self._one_step()
+                if report.stop_requested:
+                    outcome = "stopped"
+                    break
+                self._check_finite(report)
+                self._maybe_evaluate(report)
+                self._maybe_save()
+        if self.trainer.step_number > self.saver.saved_step:
+            self.saver.save()
+        summary = self._summary(outcome, report, time.monotonic() - began)
+        self.loader.close()
+        barrier(self.mesh.group("world"))
+        if outcome == "stopped":
+            raise TrainingStopped(
+                f"stopped by a signal after step {self.trainer.step_number}; saved, continue with --resume"
+            )
+        return summary
+
+    def _one_step(self) -> StepReport:
+        started = time.monotonic()
+        with self.recorder.around(self.trainer.step_number):
+            with self.recorder.span("data"):
+                batches = self.loader.batches(self.trainer.step_number)
+            data_seconds = time.monotonic() - started
+            report = self.trainer.step(batches)
+        seconds = time.monotonic() - started
+        tokens = self.job.batch.global_size * self.job.data.sequence_length
+        rate = report.valid_tokens / seconds
+        if not self.recorder.instrumented:
+            self._best_rates.append(rate)
+        self.metrics.write(
+            step=report.step,
+            loss=report.loss,
+            gradient_norm=report.gradient_norm,
+            learning_rate=report.learning_rate,
+            applied=report.applied,
+            loss_scale=report.loss_scale,
+            valid_tokens=report.valid_tokens,
+            total_tokens=tokens,
+            step_seconds=seconds,
+            data_seconds=data_seconds,
+            tokens_per_second=rate,
+            peak_memory_bytes=peak_memory_bytes(self.trainer.device),
+        )
+        self.progress.update(
+            report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate
+        )
+        return report
+
+    def _check_finite(self, report: StepReport) -> None:
+        if report.applied or self.job.train.nonfinite == "skip" or self.trainer.loss_scale.enabled:
+            if not report.applied:
+                self._event("skipped", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
+            return
+        self._event("not-finite", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
+        raise TrainingStopped(
+            f"step {report.step}: loss {report.loss} and gradient norm {report.gradient_norm} must be finite; "
+            f"the update was not applied on any rank; the last checkpoint is step {self.saver.saved_step}"
+        )
+
+    def _maybe_evaluate(self, report: StepReport) -> None:
+        every, step = self.job.train.eval_every, report.step
+        if not (step == self.job.train.steps or (every and step % every == 0)):
+            return
+        loss = self.evaluate()
+        if loss is None:
+            return
+        self._last_validation = loss
+        self.metrics.write(step=step, validation_loss=loss)
+        self.progress.say(f"step {step}  validation loss {loss:.4f}")
+
+    def evaluate(self) -> float | None:
+        """Loss in nats per valid token over the validation split, each sample once; None without a split."""
+        total, tokens = 0.0, 0
+        for batches in self.loader.validation():
+            loss, valid = self.trainer.evaluate(batches)
+            total, tokens = total + loss, tokens + valid
+        return total / tokens if tokens else None
+
+    def _maybe_save(self) -> None:
+        every = self.job.checkpoint.every
+        if every and self.trainer.step_number % every == 0:
+            self.saver.save()
+
+    def _summary(self, outcome: str, report: StepReport | None, seconds: float) -> dict[str, Any]:
+        steady = sorted(self._best_rates[2:] or self._best_rates)
+        summary: dict[str, Any] = {
+            "outcome": outcome,
+            "steps": self.trainer.step_number,
+            "ranks": self.mesh.degree("world"),
+            "layout": str(self.job.layout),
+            "loss": report.loss if report and math.isfinite(report.loss) else None,
+            "validation_loss": self._last_validation,
+            "validation_unigram_entropy": self.loader.unigram_entropy(),
+            "tokens_per_second": steady[len(steady) // 2] if steady else None,
+            "training_seconds": seconds,
+            "data_seconds_waited": self.loader.seconds_waited,
+            "preprocessing_seconds": self.loader.preprocessing_seconds,
+            "peak_memory_bytes": max(all_gather_json(peak_memory_bytes(self.trainer.device), self.mesh.group("world"))),
+        }
+        if self.first:
+            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return summary
+
+    def _open_records(self, resume: bool) -> None:
+        rank = self.mesh.coordinate("world")
+        folder = self.run_dir if self.first else self.run_dir / "ranks"
+        folder.mkdir(exist_ok=True, parents=True)
+        suffix = "" if self.first else f"-{rank:05d}"
+        path = folder / f"metrics{suffix}.jsonl"
+        if resume:
+            truncate_after_step(path, self.start)
+        self.metrics = JsonLines(path)
+        self.events = JsonLines(self.run_dir / "events.jsonl") if self.first else None
+        self._event("resumed" if resume else "started", step=self.start, layout=str(self.job.layout))
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        if self.events is not None:
+            self.events.write(event=kind, **facts)
+
+    def _install_signals(self) -> None:
+        def wish(_number: int, _frame: FrameType | None) -> None:
+            self.trainer.stop_wanted = True
+
+        signal.signal(signal.SIGTERM, wish)
+        signal.signal(signal.SIGINT, wish)

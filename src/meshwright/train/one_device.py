@@ -1,0 +1,53 @@
+"""What one device does with the same job: the yardstick of the useful speed-up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mesh import Mesh
+from meshwright.data.loader import Loader
+from meshwright.job.job import Job
+from meshwright.job.layout import Layout
+from meshwright.train.trainer import Trainer
+from meshwright.train.worker import choose_device
+
+_BYTES_PER_PARAMETER = 24
+"""Masters, gradients, two moments, a working copy, and room for activations: an upper bound to decide by."""
+
+
+def one_device_tokens_per_second(job: Job, *, threads: int) -> float | None:
+    """Median valid tokens a second of this process alone on the job's own global batches.
+
+    The same model, data, precision, optimizer, micro-batch and threads as one rank has. None when
+    ``observe.one_device_steps`` is 0 or one device cannot hold the model.
+    """
+    steps = job.observe.one_device_steps
+    if not steps or job.model_spec.parameter_count * _BYTES_PER_PARAMETER > psutil.virtual_memory().available:
+        return None
+    alone = job.model_copy(
+        update={
+            "layout": Layout(micro_batch=job.layout.micro_batch, recompute=job.layout.stage_recompute(0)),
+            "cluster": job.cluster.model_copy(update={"ranks": 1}),
+        }
+    )
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        device = choose_device(alone)
+        with Mesh(alone.layout, device.type) as mesh:
+            loader = Loader(alone, dp_rank=0, dp=1, device=device)
+            trainer = Trainer(alone, mesh, device)
+            rates = []
+            for step in range(steps + 1):
+                started = time.perf_counter()
+                report = trainer.step(loader.batches(step))
+                rates.append(report.valid_tokens / (time.perf_counter() - started))
+            loader.close()
+    finally:
+        dist.destroy_process_group()
+    return statistics.median(rates[1:])

@@ -1,0 +1,179 @@
+"""SGD and AdamW on the flat ranges this rank owns: one implementation for every layout.
+
+A sharded layout cuts parameters at arbitrary elements, so an element may sit in the vectorised body of a
+kernel in one layout and in its scalar tail in another, where the compiler contracts the arithmetic
+differently. ``_LANES`` elements at a time keep every element in the body: the result of an element is then
+the same bits wherever the cuts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.owned import Owned
+
+_LANES = 64
+
+
+class Optimizer(Protocol):
+    """What the step needs of an optimizer."""
+
+    steps: int
+    """Updates applied so far."""
+
+    def step(self, learning_rate: float) -> None:
+        """Update every owned master from its gradient."""
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """The optimizer's tensors by role; entry ``i`` belongs to owned range ``i`` and has its size."""
+
+
+class _Run:
+    """Equal-sized views of several flat tensors: whole lanes in place, the remainders gathered in one padded buffer."""
+
+    def __init__(self, owned: Sequence[Owned], moments: Sequence[Sequence[Tensor]]) -> None:
+        self.owned = owned
+        self.bodies: list[list[Tensor]] = [[] for _ in range(1 + len(moments))]
+        self._tails: list[list[tuple[Tensor, int]]] = [[] for _ in range(1 + len(moments))]
+        self._body_index: list[int] = []
+        self._tail_index: list[int] = []
+        row = 0
+        for index, piece in enumerate(owned):
+            length = piece.master.numel()
+            whole = length - length % _LANES
+            if whole:
+                self._body_index.append(index)
+            if length > whole:
+                self._tail_index.append(index)
+            for slot, tensor in enumerate([piece.master, *(moment[index] for moment in moments)]):
+                if whole:
+                    self.bodies[slot].append(tensor[:whole])
+                if length > whole:
+                    self._tails[slot].append((tensor[whole:], row))
+            row += length > whole
+        like = owned[0].master if owned else torch.empty(0)
+        self._padded = [like.new_zeros((row, _LANES)) for _ in range(2 + len(moments))] if row else []
+
+    def gradients(self) -> list[Tensor]:
+        """The whole-lane part of each gradient, in the order of ``bodies``."""
+        result = []
+        for index in self._body_index:
+            gradient = self.owned[index].gradient
+            result.append(gradient[: gradient.numel() - gradient.numel() % _LANES])
+        return result
+
+    def lists(self) -> list[list[Tensor]]:
+        """Values, gradients and moments as parallel lists, remainders included (call ``scatter`` afterwards)."""
+        values, gradients, *moments = self.bodies[0], self.gradients(), *self.bodies[1:]
+        result = [list(values), list(gradients), *[list(moment) for moment in moments]]
+        if self._padded:
+            self._gather()
+            for slot, padded in enumerate(self._padded):
+                result[slot].append(padded.view(-1))
+        return result
+
+    def _gather(self) -> None:
+        for slot, tails in enumerate(self._tails):
+            padded = self._padded[slot if slot == 0 else slot + 1]
+            for tensor, row in tails:
+                padded[row, : tensor.numel()] = tensor
+        for row, index in enumerate(self._tail_index):
+            gradient = self.owned[index].gradient
+            remainder = gradient.numel() % _LANES
+            self._padded[1][row, :remainder] = gradient[gradient.numel() - remainder :]
+
+    def scatter(self) -> None:
+        """Copy the padded remainders back to where they belong."""
+        if not self._padded:
+            return
+        for slot, tails in enumerate(self._tails):
+            padded = self._padded[slot if slot == 0 else slot + 1]
+            for tensor, row in tails:
+                tensor.copy_(padded[row, : tensor.numel()])
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019): decoupled weight decay, applied to matrices only."""
+
+    def __init__(
+        self, owned: Sequence[Owned], *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        self.steps = 0
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._first = [torch.zeros_like(piece.master) for piece in owned]
+        self._second = [torch.zeros_like(piece.master) for piece in owned]
+        self._runs: list[tuple[float, _Run]] = []
+        for decay in (True, False):
+            chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
+            if chosen:
+                moments = [[self._first[i] for i in chosen], [self._second[i] for i in chosen]]
+                self._runs.append((weight_decay if decay else 0.0, _Run([owned[i] for i in chosen], moments)))
+
+    def step(self, learning_rate: float) -> None:
+        """One update; bias correction counts from 1."""
+        self.steps += 1
+        for weight_decay, run in self._runs:
+            values, gradients, first, second = run.lists()
+            count = torch.tensor(float(self.steps), device=values[0].device)
+            torch._fused_adamw_(
+                values, gradients, first, second, [], [count] * len(values),
+                lr=learning_rate, beta1=self._betas[0], beta2=self._betas[1], weight_decay=weight_decay,
+                eps=self._eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+            )  # fmt: skip
+            run.scatter()
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """First and second moments."""
+        return {"exp_avg": self._first, "exp_avg_sq": self._second}
+
+
+class SGD:
+    """Gradient descent with optional momentum ``buffer = momentum * buffer + gradient`` and decoupled weight decay."""
+
+    def __init__(self, owned: Sequence[Owned], *, momentum: float, weight_decay: float) -> None:
+        self.steps = 0
+        self._momentum, self._weight_decay = momentum, weight_decay
+        self._buffers = [torch.zeros_like(piece.master) for piece in owned] if momentum else []
+        self._runs: list[tuple[float, _Run]] = []
+        for decay in (True, False):
+            chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
+            if chosen:
+                moments = [[self._buffers[i] for i in chosen]] if momentum else []
+                self._runs.append((weight_decay if decay else 0.0, _Run([owned[i] for i in chosen], moments)))
+
+    def step(self, learning_rate: float) -> None:
+        """One update."""
+        self.steps += 1
+        for weight_decay, run in self._runs:
+            values, gradients, *moments = run.lists()
+            if weight_decay:
+                torch._foreach_mul_(values, 1.0 - learning_rate * weight_decay)
+            if moments:
+                torch._foreach_mul_(moments[0], self._momentum)
+                torch._foreach_add_(moments[0], gradients)
+                gradients = moments[0]
+            torch._foreach_add_(values, gradients, alpha=-learning_rate)
+            run.scatter()
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """The momentum buffers, if any."""
+        return {"momentum": self._buffers} if self._momentum else {}
+
+
+def make_optimizer(
+    owned: Sequence[Owned],
+    *,
+    name: Literal["sgd", "adamw"],
+    betas: tuple[float, float],
+    eps: float,
+    momentum: float,
+    weight_decay: float,
+) -> AdamW | SGD:
+    """The optimizer a job names."""
+    if name == "adamw":
+        return AdamW(owned, betas=betas, eps=eps, weight_decay=weight_decay)
+    return SGD(owned, momentum=momentum, weight_decay=weight_decay)

@@ -1,0 +1,62 @@
+"""Everything that can be refused before a rank starts: the run directory, the data, the memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+from meshwright.data.corpora import open_corpora
+from meshwright.data.progress import terminal_progress
+from meshwright.errors import InputError
+from meshwright.job.job import Job, load_job
+from meshwright.job.memory import check_memory
+
+
+def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
+    """Check the run directory and the data, tokenise, and write ``job.toml``.
+
+    Raises:
+        InputError: the directory is not empty (or, to resume, holds no run or another model's), cannot be
+            written, the data are unusable, or the ranks need more memory than there is.
+    """
+    if resume:
+        _check_resumable(job, run_dir)
+    else:
+        _check_fresh(run_dir)
+    if job.cluster.device != "cuda":
+        check_memory(job, job.cluster.memory_per_rank_bytes or psutil.virtual_memory().available // job.layout.ranks)
+    with terminal_progress("tokenising", sys.stderr) as progress:
+        open_corpora(job.data, job.model.vocabulary, progress)
+    temporary = run_dir / ".job.toml.partial"
+    temporary.write_text(job.to_toml(), encoding="utf-8")
+    os.replace(temporary, run_dir / "job.toml")
+
+
+def _check_fresh(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        entries = sorted(entry.name for entry in run_dir.iterdir())
+    except OSError as error:
+        raise InputError(f"--out: {run_dir} cannot be used ({error.strerror}); give a directory you may write") from None
+    if entries:
+        raise InputError(
+            f"--out: {run_dir} is not empty (it has {entries[0]}); give a new directory, or --resume to go on with that run"
+        )
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise InputError(f"--out: {run_dir} is not writable; give a directory you may write")
+
+
+def _check_resumable(job: Job, run_dir: Path) -> None:
+    if not (run_dir / "job.toml").is_file():
+        raise InputError(f"--resume: {run_dir} holds no run (no job.toml); leave --resume out to start one")
+    before = load_job(run_dir / "job.toml").model_spec
+    now = job.model_spec
+    for field in type(now).model_fields:
+        if field != "name" and getattr(before, field) != getattr(now, field):
+            raise InputError(
+                f"--resume: model.{field} is {getattr(now, field)} in this job but {getattr(before, field)} in {run_dir}; "
+                "resume with the model the run began with, or start a new run"
+            )

@@ -1,0 +1,78 @@
+"""The end of a run: the summary completed, and what a person wants to see of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.data.tokenizer import open_tokenizer
+from meshwright.job.job import Job
+from meshwright.ledger.ledger import Ledger
+from meshwright.ledger.render import ledger_tables
+from meshwright.recovery.launch import threads_per_rank
+from meshwright.train.one_device import one_device_tokens_per_second
+from meshwright.train.sampling import continue_prompt
+from meshwright.train.saving import latest_checkpoint, load_whole_model
+
+
+def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
+    """Measure the one-device rate, complete ``summary.json``, print ledger, sample and where everything is.
+
+    Returns the summary.
+    """
+    console = Console(quiet=quiet)
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    threads = int(os.environ.get("OMP_NUM_THREADS", threads_per_rank(job.layout.ranks)))
+    alone = one_device_tokens_per_second(job, threads=threads)
+    rate = summary["tokens_per_second"]
+    summary["one_device_tokens_per_second"] = alone
+    summary["useful_speedup"] = rate / alone if alone and rate else None
+    summary["efficiency"] = summary["useful_speedup"] / job.layout.ranks if summary["useful_speedup"] else None
+    summary["sample"] = _sample(job, run_dir)
+    temporary = run_dir / ".summary.json.partial"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, run_dir / "summary.json")
+    _print(console, summary, job, run_dir)
+    return summary
+
+
+def _sample(job: Job, run_dir: Path) -> str | None:
+    prompt = job.observe.sample_prompt
+    checkpoint = latest_checkpoint(run_dir)
+    if prompt is None or checkpoint is None:
+        return None
+    tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+    model = load_whole_model(job, checkpoint)
+    numbers = continue_prompt(
+        model, tokenizer.encode(prompt), tokens=job.observe.sample_tokens, window=job.data.sequence_length
+    )
+    return tokenizer.decode(numbers)
+
+
+def _print(console: Console, summary: dict[str, Any], job: Job, run_dir: Path) -> None:
+    ledger = run_dir / "ledger.json"
+    if ledger.exists():
+        for table in ledger_tables(Ledger.from_json(ledger.read_text(encoding="utf-8"))):
+            console.print(table)
+    if summary["sample"] is not None:
+        console.print(f"[bold]sample[/] (after {job.observe.sample_prompt!r}):")
+        console.print(str(job.observe.sample_prompt) + summary["sample"], highlight=False, markup=False)
+    if summary["validation_loss"] is not None:
+        entropy, loss = summary["validation_unigram_entropy"], summary["validation_loss"]
+        console.print(
+            f"validation loss {loss:.4f} nats per token; unigram entropy of the same tokens {entropy:.4f}; "
+            f"ratio {loss / entropy:.3f}"
+        )
+    if summary["tokens_per_second"]:
+        line = f"{summary['tokens_per_second']:,.0f} valid tokens/s on {summary['ranks']} ranks"
+        if summary["useful_speedup"]:
+            line += (
+                f"; one device alone {summary['one_device_tokens_per_second']:,.0f}; measured useful speed-up "
+                f"{summary['useful_speedup']:.2f}, efficiency {summary['efficiency']:.0%}"
+            )
+        console.print(line)
+    console.print(f"run directory: {run_dir}", soft_wrap=True)

@@ -1,0 +1,186 @@
+"""One training step on one rank: forward, backward, reduction, one agreed decision, update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.record import phase
+from meshwright.data.batch import Batch
+from meshwright.job.job import Job
+from meshwright.model.dropout import Randomness
+from meshwright.train.build import Built, build
+from meshwright.train.executor import Executor, LoopExecutor
+from meshwright.train.learning_rate import learning_rate
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.norm import OrderFreeSquares, clip_coefficient, local_peak, local_square_sum
+from meshwright.train.optimizer import make_optimizer
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What every rank knows of a finished step; the numbers are the same on all ranks.
+
+    ``loss`` is in nats per valid token of the global batch; ``gradient_norm`` is before clipping.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
+    valid_tokens: int
+    loss_scale: float
+    stop_requested: bool
+
+
+class Trainer:
+    """The distributed model of one job on this rank, and the step that trains it.
+
+    Args:
+        job: a resolved job; its layout must be the mesh's.
+        mesh: the ranks and groups.
+        device: where this rank computes.
+        abstract: build on the current fake-tensor mode instead of filling real parameters.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device | None = None, *, abstract: bool = False) -> None:
+        self.job, self.mesh = job, mesh
+        self.device = device or torch.device("cpu")
+        built: Built = build(job, mesh, self.device, abstract=abstract)
+        self.stages, self.data_parallel = built.stages, built.data_parallel
+        self.owned = self.data_parallel.owned()
+        self.after_reduction = built.after_reduction
+        optimizer = job.optimizer
+        self.optimizer = make_optimizer(
+            self.owned,
+            name=optimizer.name,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            momentum=optimizer.momentum,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.executor: Executor = built.pipeline or LoopExecutor(next(iter(self.stages.values())), self.data_parallel)
+        precision = job.precision
+        half = precision.dtype == "float16"
+        self.loss_scale = LossScale(
+            value=precision.loss_scale_initial if half else 1.0,
+            growth_interval=precision.loss_scale_growth_interval,
+            enabled=half,
+        )
+        self.step_number = 0
+        self.stop_wanted = False
+        self._counts_loss = mesh.coordinate("tp") == 0
+
+    def step(self, batches: list[Batch]) -> StepReport:
+        """Train on this rank's micro-batches of the next global batch.
+
+        Every rank of the mesh must call it with the same number of micro-batches.
+        """
+        valid = self.count_valid(batches)
+        divisor = max(valid, 1) / self.loss_scale.value
+        self.data_parallel.begin_step()
+        self._set_randomness()
+        losses = self.executor.run(batches, divisor)
+        with phase("reduce"):
+            self.data_parallel.finish_gradients()
+            for action in self.after_reduction:
+                action(self.owned)
+        loss, norm, stop = self._agree(losses)
+        scale = self.loss_scale.value
+        loss, norm = loss / scale, norm / scale
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        rate = self.learning_rate(self.step_number)
+        if finite:
+            self._update(rate, clip_coefficient(norm, self.job.optimizer.clip_norm) / scale)
+        self.loss_scale.update(finite=finite)
+        self.step_number += 1
+        return StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
+
+    def evaluate(self, batches: list[Batch]) -> tuple[float, int]:
+        """Sum of the loss (nats) and number of valid tokens over the micro-batches of all dp ranks."""
+        losses = self.executor.evaluate(batches, 1.0)
+        slots = self._loss_slots(losses)
+        with phase("metrics"):
+            all_reduce(slots, self.mesh.group("world"))
+        return _ordered_sum(slots), self.count_valid(batches)
+
+    def count_valid(self, batches: list[Batch]) -> int:
+        """Valid target tokens of the global batch: the one denominator of the step."""
+        count = torch.tensor([sum(batch.valid_tokens for batch in batches)], dtype=torch.int64, device=self.device)
+        if self.mesh.degree("dp") > 1:
+            with phase("batch"):
+                all_reduce(count, self.mesh.group("dp"))
+        return int(count.item())
+
+    def learning_rate(self, step: int) -> float:
+        """The rate that step ``step`` (from 0) uses."""
+        optimizer = self.job.optimizer
+        return learning_rate(
+            step,
+            peak=optimizer.lr,
+            schedule=optimizer.schedule,
+            total_steps=self.job.train.steps,
+            warmup_steps=optimizer.warmup_steps,
+            decay_steps=optimizer.decay_steps,
+            min_ratio=optimizer.min_lr_ratio,
+        )
+
+    def _set_randomness(self) -> None:
+        randomness = Randomness(self.job.train.seed, self.step_number)
+        for module in self.stages.values():
+            module.randomness = randomness
+
+    def _update(self, rate: float, factor: float) -> None:
+        with phase("optimizer"):
+            if factor != 1.0:
+                gradients = [piece.gradient for piece in self.owned if piece.gradient.numel()]
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step(rate)
+        with phase("publish"):
+            self.data_parallel.publish()
+
+    def _loss_slots(self, losses: list[Tensor | None]) -> Tensor:
+        """The loss of every micro-batch of the global batch, at its own place; zero where it is another rank's."""
+        dp, rank = self.mesh.degree("dp"), self.mesh.coordinate("dp")
+        slots = torch.zeros(dp * len(losses), dtype=torch.float64, device=self.device)
+        if self._counts_loss:
+            for index, loss in enumerate(losses):
+                if loss is not None:
+                    slots[index * dp + rank] = loss.double()
+        return slots
+
+    def _agree(self, losses: list[Tensor | None]) -> tuple[float, float, bool]:
+        """Loss, gradient norm (both still scaled) and the wish to stop, agreed by all ranks in one exchange."""
+        slots = self._loss_slots(losses)
+        if self.job.train.deterministic:
+            squares: tuple[float, ...] = self._order_free_squares()
+        else:
+            squares = (local_square_sum(self.owned),)
+        head = torch.tensor([float(self.stop_wanted), *squares], dtype=torch.float64, device=self.device)
+        vector = torch.cat([head, slots])
+        with phase("metrics"):
+            if self.mesh.degree("world") > 1:
+                all_reduce(vector, self.mesh.group("world"))
+        stop = bool(vector[0] > 0)
+        norm = math.sqrt(total) if (total := float(vector[1 : head.numel()].sum())) >= 0 else math.nan
+        return _ordered_sum(vector[head.numel() :]), norm, stop
+
+    def _order_free_squares(self) -> tuple[float, float]:
+        peak = torch.tensor([local_peak(self.owned)], dtype=torch.float64, device=self.device)
+        # A maximum drops NaN on some backends; infinity survives all of them.
+        peak = torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
+        with phase("metrics"):
+            if self.mesh.degree("world") > 1:
+                all_reduce(peak, self.mesh.group("world"), op="max")
+        return OrderFreeSquares(float(peak.item()), self.job.model_spec.parameter_count).local(self.owned)
+
+
+def _ordered_sum(slots: Tensor) -> float:
+    """Sum in micro-batch order, so the printed loss does not depend on the layout either."""
+    return float(sum(slots.tolist()))
