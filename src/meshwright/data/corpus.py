@@ -151,7 +151,7 @@ def _jsonl(path: Path, options: ReadOptions) -> Iterator[Document]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8").rstrip("\r\n"))
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{where} is not UTF-8 at byte {position + error.start} of the file ({error.reason}); "

@@ -126,8 +126,8 @@ def _best_fit(spans: Spans, length: int) -> Pieces:
 def best_fit_decreasing(sizes: Sequence[int] | NDArray[Any], capacity: int) -> NDArray[np.int64]:
     """The bin of each item: items by falling size, each into the fullest open bin that still takes it.
 
-    Ties go to the lower item and to the bin opened first. O(items x log capacity): open bins are kept in one
-    queue for each amount of free room, and a tree of bits over the amounts finds the smallest that suffices.
+    Ties go to the lower item and to the bin that has had that much room longest. O(items x log capacity): open
+    bins are kept in one queue for each amount of free room, and a tree of bits finds the smallest that suffices.
 
     Args:
         sizes: ``[items]`` sizes, 1 to ``capacity``.
