@@ -70,7 +70,7 @@ def test_each_token_but_a_documents_first_is_a_target_exactly_once(
     assert sorted(rows.labels[counted].tolist()) == sorted(np.concatenate(wanted).tolist())
     assert samples.targets().tolist() == np.concatenate(wanted).tolist()
     # tokens are numbered: the target of token i is i + 1, or the end token that stands there
-    following = np.append(store.tokens, 0)[rows.tokens[counted]]
+    following = np.append(np.asarray(store.tokens[0 : len(store.tokens)]), 0)[rows.tokens[counted]]
     assert (rows.labels[counted] == following).all()
     assert (rows.tokens[counted] != END).all()  # the end token has no target
     assert counted.any(axis=1).all()  # no sample without a target
