@@ -16,7 +16,7 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
     if not spec.gated:
         return _plain(spec.activation, x)
     if spec.activation == "silu":
-        result: Tensor = _SwiGlu.apply(x)
+        result: Tensor = _SwiGlu.apply(x)  # type: ignore[no-untyped-call]
         return result
     gate, up = x.chunk(2, dim=1)
     return _plain(spec.activation, gate) * up

@@ -146,10 +146,10 @@ class AttentionCore(nn.Module):
         size = self.spec.head_size
         qkv = qkv.view(context.batch, context.sequence, self.heads + 2 * self.kv_heads, size)
         if q_norm is not None and k_norm is not None:
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat((q_norm(q), k_norm(k), v), dim=2)
         cosine, sine = context.rotary if context.rotary is not None else (None, None)
-        q, k, v = _SplitRotate.apply(qkv, cosine, sine, self.heads, self.kv_heads)
+        q, k, v = _SplitRotate.apply(qkv, cosine, sine, self.heads, self.kv_heads)  # type: ignore[no-untyped-call]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = context.masks[self.window]
         if context.randomness is not None and self.spec.attention_dropout > 0:

@@ -44,7 +44,9 @@ def cross_entropy_sum(
         A scalar, float32 (float64 for float64 logits), the same on every rank.
     """
     columns = logits.shape[1] if vocabulary is None else max(0, min(logits.shape[1], vocabulary - first_row))
-    result: Tensor = _CrossEntropy.apply(logits, labels, divisor, columns, first_row, reduce_max, reduce_sum)
+    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, divisor, columns, first_row, reduce_max, reduce_sum
+    )
     return result
 
 

@@ -46,7 +46,7 @@ class Randomness:
 
 def dropped(x: Tensor, keep: Tensor, probability: float) -> Tensor:
     """``x`` where ``keep``, else 0, scaled by ``1 / (1 - probability)``. Saves only the bool mask."""
-    result: Tensor = _Dropped.apply(x, keep, 1.0 / (1.0 - probability))
+    result: Tensor = _Dropped.apply(x, keep, 1.0 / (1.0 - probability))  # type: ignore[no-untyped-call]
     return result
 
 

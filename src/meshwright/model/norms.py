@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.model.backward_part import wants
+
 
 class Norm(nn.Module):
     """RMSNorm, or LayerNorm with a bias; statistics in float32 (float64 for float64 input).
@@ -33,8 +35,8 @@ class Norm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * weight`` over the last axis; saves ``x`` and one number a row."""
-    result: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)
-    return result.view(x.shape)
+    result: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)  # type: ignore[no-untyped-call]
+    return result.view_as(x)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -46,7 +48,8 @@ class _RmsNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
         scale = norm.square_().div_(x.shape[1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        result: Tensor = (wide * scale).mul_(weight).to(x.dtype)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -54,8 +57,10 @@ class _RmsNorm(torch.autograd.Function):
         gradient = gradients[0].to(scale.dtype)
         wide, wide_weight = x.to(scale.dtype), weight.to(scale.dtype)
         product = gradient * wide
-        grad_weight = torch.mv(product.t(), scale.squeeze(1)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
+        grad_weight = None
+        if ctx.needs_input_grad[1] and wants.weights:
+            grad_weight = torch.mv(product.t(), scale.squeeze(1)).to(weight.dtype)
+        if not (ctx.needs_input_grad[0] and wants.inputs):
             return None, grad_weight, None
         inner = torch.mv(product, wide_weight)[:, None].mul_(scale.pow(3)).div_(x.shape[1])
         grad_x = torch.mul(gradient, wide_weight, out=product).mul_(scale).addcmul_(wide, inner, value=-1)

@@ -168,11 +168,11 @@ class StageModel(nn.Module):
         Returns:
             ``[tokens/t, hidden]``, on the last stage after the final norm; the scalar loss with a ``divisor``.
         """
-        parameter = next(self.parameters(), None)
-        dtype = hidden.dtype if hidden is not None or parameter is None else parameter.dtype
-        context = prepare(self.spec, batch, self.layer_range, dtype, self._randomness())
+        embedded = self._embed(batch) if hidden is None else hidden
+        context = prepare(self.spec, batch, self.layer_range, embedded.dtype, self._randomness())
         if hidden is None:
-            hidden = self._embed(batch, context)
+            embedded = drop_hidden(embedded, self.spec.dropout, -1, "embedding", context, self.partition)
+        hidden = embedded
         for block in self.layers.values():
             hidden = block(hidden, context)
         if not self.last:
@@ -198,9 +198,9 @@ class StageModel(nn.Module):
             raise RuntimeError("a model with dropout needs model.randomness set before a training step")
         return self.randomness
 
-    def _embed(self, batch: MicroBatch, context: LayerContext) -> Tensor:
+    def _embed(self, batch: MicroBatch) -> Tensor:
         hidden = self.partition.embed(batch.tokens.reshape(-1), self.embedding.weight)
         if self.spec.positions == "learned":
             positions = self.partition.my_tokens(batch.positions.reshape(-1))
             hidden = hidden + nn.functional.embedding(positions, self.position_embedding.weight)
-        return drop_hidden(hidden, self.spec.dropout, -1, "embedding", context, self.partition)
+        return hidden
