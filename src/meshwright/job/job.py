@@ -61,6 +61,16 @@ class Job(BaseModel):
                 raise ValueError(str(error).removeprefix("layout: ")) from None
         return values
 
+    def __eq__(self, other: object) -> bool:
+        """Equal values; where they came from does not matter."""
+        return isinstance(other, Job) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[BaseModel, ...]:
+        return tuple(getattr(self, name) for name in type(self).model_fields)
+
     @property
     def model_spec(self) -> ModelSpec:
         """The shape of the model, without where it came from."""

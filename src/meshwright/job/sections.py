@@ -49,7 +49,7 @@ class ModelSection(ModelSpec):
         try:
             if isinstance(given.get("preset"), str):
                 base = preset_fields(given["preset"])
-            elif isinstance(given.get("hf"), str) and missing:
+            elif isinstance(given.get("hf"), str):
                 base = fields_from_hf_folder(given["hf"], "model.hf")
             elif isinstance(given.get("init_from"), str) and missing and "preset" not in given:
                 base = fields_from_hf_folder(given["init_from"], "model.init_from")
