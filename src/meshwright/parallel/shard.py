@@ -45,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from meshwright.comm.collectives import Handle, all_gather, all_to_all, pieces, reduce_scatter
+from meshwright.comm.collectives import Handle, all_gather, all_to_all, reduce_scatter
 from meshwright.comm.phase import phase
 from meshwright.parallel.buckets import Copies, accumulation_dtype, add_chain, pending
 from meshwright.parallel.flight import Flight
@@ -189,7 +189,9 @@ class _Reduction(ReduceScatter):
         """My rows of each parameter, in as many ranges as there are copies; each copy counts another one."""
         mine = 0 if self.copies.copy is None else self.copies.copy.rank()
         for part in self.parts:
-            for index, (low, high) in enumerate(pieces(part.master.numel(), self.copies.copies)):
+            step = -(-part.master.numel() // self.copies.copies)
+            for index in range(self.copies.copies):
+                low, high = index * step, min((index + 1) * step, part.master.numel())
                 if low < high:
                     yield Owned(
                         parameter=part.name,
