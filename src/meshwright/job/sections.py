@@ -177,3 +177,5 @@ class ObserveSection(Section):
     tensorboard: bool = False
     ledger_step: PositiveInt = 3
     """First step that the ledger records (steps count from 1)."""
+    one_device_steps: NonNegativeInt = 3
+    """Steps run on one device after training, to measure the useful speed-up; 0: not measured."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.errors import InputError
 from meshwright.job.job import Job
 from meshwright.job.sections import ModelSection
-from meshwright.job.validate import validate
+from meshwright.job.validate import check_job
 from meshwright.prove.layout_run import Request, batch_source, run_layout
 from meshwright.prove.matrix import PROOF_SEQUENCE, Case, layout_cases, proof_spec, self_test_cases
 from meshwright.prove.oracle import train_one_device
@@ -60,7 +60,7 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
             "train": job.train.model_copy(update={"nonfinite": "skip", "compile": False, "deterministic": False}),
         }
     )
-    validate(changed)
+    check_job(changed)
     return changed
 
 
