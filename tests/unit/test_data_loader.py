@@ -150,6 +150,15 @@ def test_text_and_token_files_make_one_corpus(tmp_path: Path) -> None:
         open_corpora(settings, 200)
 
 
+def test_both_halves_of_a_token_corpus_are_one(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "set.bin", [np.array([1, 2, 3])])
+    settings = job(tmp_path / "cache", train=str(tmp_path / "set.*"), validation=None).data
+    assert open_corpora(settings, 300).training.targets().tolist() == [2, 3]
+    halves: dict[str, Any] = {"train": str(tmp_path / "set.bin"), "validation": str(tmp_path / "set.idx")}
+    with pytest.raises(InputError, match=r"is in data.train and data.validation"):
+        open_corpora(job(tmp_path / "cache", **halves).data, 300)
+
+
 def test_a_validation_file_that_is_trained_on_is_refused(cache: Path) -> None:
     with pytest.raises(InputError, match=r"is in data.train and data.validation"):
         open_corpora(job(cache, validation=[str(CORPUS)]).data, 300)

@@ -80,6 +80,8 @@ def _open(
     for is_tokens, run in groupby(files, lambda path: format_of(path, data.format) == "megatron"):
         if is_tokens:
             for path in run:
+                if path.suffix == ".idx" and path.with_suffix(".bin") in files:
+                    continue  # a pattern such as NAME* names both halves of one corpus
                 stores.append(read_megatron(path))
                 check_vocabulary(stores[-1].size, vocabulary, stores[-1].origin)
         else:
@@ -90,9 +92,14 @@ def _open(
 
 def _refuse_shared(training: Sequence[Path], validation: Sequence[Path]) -> None:
     """Validation on text that was trained on measures nothing."""
-    seen = {path.resolve() for path in training}
+
+    def identity(path: Path) -> Path:
+        resolved = path.resolve()
+        return resolved.with_suffix(".bin") if resolved.suffix == ".idx" else resolved
+
+    seen = {identity(path) for path in training}
     for path in validation:
-        if path.resolve() in seen:
+        if identity(path) in seen:
             raise InputError(
                 f"'{path}' is in data.train and data.validation; name different files, or give a fraction to hold out"
             )

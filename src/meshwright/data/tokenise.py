@@ -64,15 +64,15 @@ def tokenise(
     final = cache / digest
     if (final / "meta.json").exists():
         return open_store(final)
+    started = time.perf_counter()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{digest}.lock") as alone:
             if (final / "meta.json").exists():  # another process made it while this one waited
-                return open_store(final)
+                return open_store(final, time.perf_counter() - started)
             if alone:
                 for left_over in cache.glob(f"{digest}.partial-*"):  # of a killed process
                     shutil.rmtree(left_over, ignore_errors=True)
-            started = time.perf_counter()
             _write(files, tokenizer, options, declared, final, progress)
             return open_store(final, time.perf_counter() - started)
     except OSError as error:

@@ -43,7 +43,7 @@ class TokenStore:
         size: One more than the largest id that the tokens can hold.
         end: The end-of-document token, or None.
         origin: What to call it in messages.
-        seconds: Time spent tokenising, in this process, now; 0.0 when it was there already.
+        seconds: Spent now on tokenising, or on waiting for the process that did; 0.0 when it was there already.
         empty_documents: Documents without any token, which were left out.
     """
 
