@@ -7,8 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from meshwright.comm.timeline import active_timeline
+
 # One training thread a process. A plain global, not a context variable: autograd's own threads (CUDA) see it too.
 _current = "none"
+
+_OWN_KIND = ("data", "checkpoint")
+"""Phases that are parts of the step's time by themselves; the others are computation."""
 
 
 @contextmanager
@@ -16,21 +21,24 @@ def phase(name: str) -> Iterator[None]:
     """Label everything inside with ``name``; the innermost label counts.
 
     The names in use: ``data``, ``batch``, ``forward``, ``recompute``, ``backward``, ``reduce``,
-    ``optimizer``, ``publish``, ``metrics``, ``setup``.
+    ``optimizer``, ``publish``, ``metrics``, ``evaluate``, ``checkpoint``, ``setup``. The active
+    timeline charges time by them.
     """
     global _current
     previous, _current = _current, name
+    timeline = active_timeline()
     try:
-        yield
+        if timeline is None:
+            yield
+        else:
+            with timeline.span(name) if name in _OWN_KIND else timeline.span("compute", name):
+                yield
     finally:
         _current = previous
 
 
 def current_phase() -> str:
-    """The label in force: the innermost ``phase``; inside autograd's backward ``forward`` reads ``backward``.
-
-    So a pipeline schedule, which mixes forward and backward micro-batches, needs one label only.
-    """
+    """The label in force: the innermost ``phase``; inside autograd's backward ``forward`` reads ``backward``."""
     if _current in ("forward", "none") and in_backward():
         return "backward"
     return _current
