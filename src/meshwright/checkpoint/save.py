@@ -1,0 +1,258 @@
+"""Saving: every element once, spread over the ranks, and either all of it or nothing.
+
+The files are written into a hidden sibling ``.step-N.tmp-<token>``, each is synced, the manifest comes
+last, and then the folder is renamed. Whoever dies at whatever point leaves the checkpoint of this
+step or the ones before, never something between.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.checkpoint.boxes import Box, chunks, cover_problem
+from meshwright.checkpoint.disk import Disk, forget
+from meshwright.checkpoint.folder import clean, is_complete, rotate, step_folder
+from meshwright.checkpoint.manifest import MANIFEST, Entry, FileEntry, Manifest, Slice, encode, read_manifest
+from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
+from meshwright.checkpoint.tensor_file import Piece, verify_file, write_file
+from meshwright.checkpoint.world import World, current_world
+from meshwright.errors import MeshwrightError
+
+SLICE_BYTES = 32 * 2**20
+"""Larger boxes are cut: a slice is read whole to compare its checksum, and written by one rank."""
+
+Described = list[Any]
+"""A piece as JSON: [key, dtype, global shape, offsets, sizes, bytes]."""
+
+
+class SaveError(MeshwrightError):
+    """A checkpoint could not be written; earlier ones stand as they were."""
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    tensors: Sequence[PlacedTensor],
+    *,
+    layout: str = "",
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    world: World | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Write the checkpoint of ``step``; all ranks call it together and return or raise together.
+
+    Args:
+        folder: of the run's checkpoints, the same for all ranks, on storage they share.
+        step: optimizer steps done.
+        tensors: boxes this rank holds. A box that several ranks hold equally is written by one of them.
+        layout: short form, for people; any layout can load it.
+        model: the shape of the model.
+        optimizer: name and groups.
+        state: what else must come back: data cursor, loss scaler.
+        keep: remove older ones beyond this many, once the new one has been read back and verified.
+        world: the ranks; absent: the default process group, or this process alone.
+        disk: the file system; tests pass one that fails.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        SaveError: a rank failed, or the boxes do not cover every tensor once. Nothing earlier is lost.
+    """
+    save_ = _Save(Path(folder), step, world or current_world(), disk or Disk())
+    save_.write(tensors)
+    header = {"layout": layout, "model": model or {}, "optimizer": optimizer or {}, "state": state or {}}
+    save_.commit(header)
+    if keep is not None:
+        save_.rotate(keep)
+    return save_.target
+
+
+class _Save:
+    """One save in progress on this rank."""
+
+    def __init__(self, folder: Path, step: int, world: World, disk: Disk) -> None:
+        self.folder, self.step, self.world, self.disk = folder, step, world, disk
+        self.target = step_folder(folder, step)
+        token = world.broadcast(secrets.token_hex(4))
+        self.temporary = folder / f".step-{step}.tmp-{token}"
+        self.plan: list[tuple[Described, int]] = []
+        self.written: list[Any] = []
+
+    def write(self, tensors: Sequence[PlacedTensor]) -> None:
+        """Agree who writes what, and write this rank's part."""
+        self._together(self._open, rank_0=True)
+        pieces = list(self._together(lambda: pieces_of(tensors)) or [])
+        described = self.world.gather([_describe(piece) for piece in pieces])
+
+        def planned() -> list[list[int]]:
+            self.plan, assignment = plan(described)
+            return assignment
+
+        assignment = self._together(planned, rank_0=True)
+        mine = self.world.scatter(assignment or [])
+        outcome = self._together(lambda: self._write_file([pieces[number] for number in mine]))
+        self.written = self.world.gather(outcome)
+
+    def _open(self) -> None:
+        clean(self.folder, self.disk)
+        if self.target.exists() and is_complete(self.target):
+            raise SaveError(f"{self.target} is there already")
+        self.disk.make_folder(self.temporary)
+
+    def _write_file(self, pieces: Sequence[Piece]) -> list[Any]:
+        if not self.temporary.is_dir():
+            raise SaveError(f"{self.folder} is not the same folder on all ranks; use storage that all hosts share")
+        if not pieces:
+            return []
+        path = self.temporary / f"rank-{self.world.rank:05d}.safetensors"
+        entry, slices = write_file(path, pieces, self.disk)
+        return [path.name, vars(entry), [vars(piece) for piece in slices]]
+
+    def commit(self, header: Mapping[str, Any]) -> None:
+        """Rank 0 writes the manifest and gives the folder its name."""
+
+        def commit() -> None:
+            data = encode(self._manifest(header))
+            with self.disk.create(self.temporary / MANIFEST) as file:
+                self.disk.write(file, data)
+                self.disk.sync_file(file)
+            self.disk.sync_folder(self.temporary)
+            if self.target.exists():  # incomplete, so it does not count, but it is not ours to destroy
+                broken = self.target.with_name(f".{self.target.name}.broken-{secrets.token_hex(4)}")
+                self.disk.rename(self.target, broken)
+            self.disk.rename(self.temporary, self.target)
+            self.disk.sync_folder(self.folder)
+            self.disk.sync_folder(self.folder.parent)
+
+        self._together(commit, rank_0=True)
+
+    def _manifest(self, header: Mapping[str, Any]) -> Manifest:
+        places = [0] * self.world.size
+        slices: dict[str, list[Slice]] = {}
+        whole: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for (key, dtype, shape, *_), writer in self.plan:
+            piece = self.written[writer][2][places[writer]]
+            places[writer] += 1
+            box = {"offsets": tuple(piece["offsets"]), "sizes": tuple(piece["sizes"])}
+            slices.setdefault(key, []).append(Slice(**{**piece, **box}))
+            whole[key] = dtype, tuple(shape)
+        return Manifest(
+            step=self.step,
+            **header,
+            versions={
+                "meshwright": meshwright.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            tensors={key: Entry(*whole[key], tuple(slices[key])) for key in slices},
+            files={outcome[0]: FileEntry(**outcome[1]) for outcome in self.written if outcome},
+        )
+
+    def rotate(self, keep: int) -> None:
+        """Every rank reads back what it wrote; when all of it is right, rank 0 removes the oldest."""
+
+        def read_back() -> None:
+            manifest = read_manifest(self.target)
+            for name in manifest.files:
+                if name.startswith(f"rank-{self.world.rank:05d}."):
+                    verify_file(manifest, name)
+
+        self._together(read_back)
+        self._together(lambda: rotate(self.folder, keep, self.step, self.disk), rank_0=True)
+
+    def _together(self, action: Callable[[], Any], *, rank_0: bool = False) -> Any:
+        """Run ``action`` here (or on rank 0 only); when it failed anywhere, all ranks raise the same error."""
+        result: Any = None
+        failure: str | None = None
+        cause: Exception | None = None
+        if self.world.rank == 0 or not rank_0:
+            try:
+                result = action()
+            except OSError as error:
+                failure, cause = f"{error.filename or self.temporary}: {error.strerror or error}", error
+            except MeshwrightError as error:
+                failure, cause = str(error), error
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                failure, cause = f"{type(error).__name__}: {error}", error
+        failures = [failure] if rank_0 else self.world.gather(failure)
+        said = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text] if self.world.rank == 0 else []
+        said = self.world.broadcast(said)
+        if said:
+            if self.world.rank == 0:
+                forget(self.temporary, self.disk)
+            raise SaveError(
+                f"checkpoint: step {self.step} could not be saved to {self.folder} ({'; '.join(said)}); "
+                "earlier checkpoints are untouched"
+            ) from cause
+        return result
+
+
+def pieces_of(tensors: Sequence[PlacedTensor], slice_bytes: int = SLICE_BYTES) -> list[Piece]:
+    """The boxes cut into slices of at most ``slice_bytes``; empty boxes are left out."""
+    return [
+        Piece(tensor, box)
+        for tensor in tensors
+        if tensor.tensor.numel()
+        for box in chunks(tensor.box, max(1, slice_bytes // tensor.tensor.element_size()))
+    ]
+
+
+def _describe(piece: Piece) -> Described:
+    source = piece.source
+    return [source.key, DTYPE_NAMES[source.tensor.dtype], source.global_shape, *piece.box, piece.bytes]
+
+
+def plan(described: Sequence[Sequence[Described]]) -> tuple[list[tuple[Described, int]], list[list[int]]]:
+    """Who writes which piece: each box once, by the rank among its holders that has least to write.
+
+    Args:
+        described: the pieces of each rank.
+
+    Returns:
+        The pieces in the order of writing with the rank of each, and for each rank the numbers of its
+        own pieces to write. The work is linear in the number of pieces.
+
+    Raises:
+        SaveError: the pieces do not cover each tensor exactly once, or ranks disagree on a tensor.
+    """
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
+    for rank, pieces in enumerate(described):
+        for number, (key, dtype, shape, offsets, sizes, _) in enumerate(pieces):
+            box: Box = (tuple(offsets), tuple(sizes))
+            known = tensors.setdefault(key, (dtype, tuple(shape), []))
+            if known[:2] != (dtype, tuple(shape)):
+                raise SaveError(
+                    f"{key} is {dtype} of shape {list(shape)} on rank {rank}, "
+                    f"but {known[0]} of {list(known[1])} elsewhere"
+                )
+            found = holders.setdefault((key, *box), [])
+            if not found:
+                known[2].append(box)
+            found.append((rank, number))
+    for key, (_, shape, boxes) in tensors.items():
+        problem = cover_problem(shape, boxes)
+        if problem:
+            raise SaveError(f"{key}: {problem}")
+    load = [0] * len(described)
+    order: list[tuple[Described, int]] = []
+    assignment: list[list[int]] = [[] for _ in described]
+    # Pieces with one possible writer first: the others then even out.
+    for found in sorted(holders.values(), key=len):
+        rank, number = min(found, key=lambda holder: (load[holder[0]], holder[0]))
+        piece = described[rank][number]
+        load[rank] += piece[5]
+        assignment[rank].append(number)
+        order.append((piece, rank))
+    return order, assignment
