@@ -38,8 +38,8 @@ class StageProgram(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, batch: Any, divisor: float) -> Tensor:
         """``hidden`` is None on the first stage."""
-        output: Tensor = self.module(hidden, batch)
-        return self.module.loss(output, batch, divisor) if self.last else output  # type: ignore[operator]
+        output: Tensor = self.module(hidden, batch, divisor) if self.last else self.module(hidden, batch)
+        return output
 
 
 class Stage(PipelineStage):
