@@ -232,7 +232,7 @@ class Bucket:
     def publish(self) -> Sequence:
         """Masters to working parameters on every rank."""
         chunk = self.working[self.chunk_start : self.chunk_stop]
-        if self.master.data_ptr() != chunk.data_ptr():
+        if self.master.dtype is not chunk.dtype:
             chunk.copy_(self.master)
         if self.copies.shard is not None:
             yield pending(all_gather(self.working, chunk, self.copies.shard, asynchronous=True))
