@@ -119,9 +119,7 @@ class PipelineExecutor:
         self._programs = {
             index: StageProgram(module, last=index == self._count - 1) for index, module in sorted(stages.items())
         }
-        self._rank_of_stage = {
-            stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)
-        }
+        self._rank_of_stage = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
         self._prepared: dict[tuple[int, int], tuple[PipelineScheduleMulti, list[Stage]]] = {}
         if device.type == "cuda":
             # NCCL makes a communicator at its first call, in which all ranks of the group must take part.

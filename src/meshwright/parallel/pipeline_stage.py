@@ -84,6 +84,8 @@ class Stage(PipelineStage):
         self.has_backward = True
         self._prepare_forward_infra(micro_batches, (), has_backward=True)
         self._prepare_backward_infra(micro_batches)
+        for index in range(micro_batches):
+            self._drop_buffers(index)
         self.device = device
 
     def begin_step(self) -> None:
@@ -122,7 +124,7 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradient of a micro-batch's input back; nothing is left for the runtime to do."""
         # The receiver has at most a pipeline's depth of these outstanding, so this wait finds the oldest taken.
-        self._wait_sends("backward", 2 * self.num_stages)
+        self._wait_sends("backward", self.num_stages)
         self._send(super().get_bwd_send_ops(bwd_chunk_id), "backward")
         return []
 
@@ -160,9 +162,12 @@ class Stage(PipelineStage):
             _, groups, _, _ = self.backward_state[bwd_chunk_id]
             self.backward_state[bwd_chunk_id] = ((), groups, (), None)
 
-    def _release(self, micro_batch: int) -> None:
+    def _drop_buffers(self, micro_batch: int) -> None:
         for receive in (*self.args_recv_info[micro_batch], *self.grad_recv_info[micro_batch]):
             receive.buffer = None
+
+    def _release(self, micro_batch: int) -> None:
+        self._drop_buffers(micro_batch)
         # Its gradient came back, so its output has arrived.
         if not self.is_last and self._sends["forward"]:
             self._wait_sends("forward", len(self._sends["forward"]) - 1)
