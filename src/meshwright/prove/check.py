@@ -88,8 +88,13 @@ class Prover:
         one = job.model_copy(update={"layout": job.layout.model_copy(update={"placement": None})})
         key = repr((job.model_spec, job.optimizer, job.precision, job.batch, request.samples, request.steps, job.train.seed))
         if request.samples is None or key not in self._oracles:
-            trace = train_one_device(one, batch_source(request, None), request.steps, gradient_steps=request.gradient_steps,
-                                     init_from=request.init_from)
+            trace = train_one_device(
+                one,
+                batch_source(request, None),
+                request.steps,
+                gradient_steps=request.gradient_steps,
+                init_from=job.model.init_from,
+            )
             if request.samples is None:
                 return trace
             self._oracles[key] = trace
@@ -167,7 +172,6 @@ def check_layout(job: Job, *, steps: int) -> Parity:
     if (job.precision.dtype, job.optimizer.name) not in PARAMETER_BOUNDS:
         raise InputError(f"check: dtype {job.precision.dtype} has no bound to hold; use float64 or float32 (--dtype)")
     first = job.model_copy(update={"train": job.train.model_copy(update={"steps": max(steps, job.train.steps)})})
-    request = Request(first, steps, None, gradient_steps=steps if job.optimizer.name == "sgd" else 1,
-                      init_from=job.model.init_from)  # fmt: skip
+    request = Request(first, steps, None, gradient_steps=steps if job.optimizer.name == "sgd" else 1)
     with Prover() as prover:
         return prover.prove(request, str(job.layout))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -37,7 +36,6 @@ class Request:
     samples: ProofSamples | None = None
     gradient_steps: int = 0
     planted: Plant | None = None
-    init_from: str | None = None
 
 
 @dataclass
@@ -56,10 +54,6 @@ def train_on_rank(request: Request) -> RankTrace:
     trace = RankTrace()
     with Mesh(request.job.layout) as mesh:
         trainer = Trainer(request.job, mesh)
-        if request.init_from is not None:
-            from meshwright.train.saving import start_from_hugging_face
-
-            start_from_hugging_face(trainer, Path(request.init_from))
         if request.planted is not None:
             plant(request.planted, trainer)
 

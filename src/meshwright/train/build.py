@@ -9,6 +9,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.model.hugging_face import load_into
 from meshwright.model.initialise import initialise
 from meshwright.model.partition import Partition
 from meshwright.model.transformer import StageModel
@@ -50,10 +51,18 @@ def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool =
             module = StageModel(spec, layers[stage], stage == 0, stage == layout.stage_count - 1, partition)
         module = module.to(master_dtype).to_empty(device=device)
         if not abstract:
-            initialise(module, job.train.seed)
+            _fill(module, job)
         apply_recompute(module, layout.stage_recompute(stage))
         stages[stage] = module
     return stages
+
+
+def _fill(module: StageModel, job: Job) -> None:
+    """Starting values: from a Hugging Face folder, or from the seed."""
+    if job.model.init_from is not None:
+        load_into(module, job.model.init_from)
+    else:
+        initialise(module, job.train.seed)
 
 
 def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False) -> Built:

@@ -33,11 +33,9 @@ class TrainingLoop:
         self.first = mesh.coordinate("world") == 0
         self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
         self.trainer = Trainer(job, mesh, device)
-        self.saver = Saver(self.trainer, run_dir)
+        self.saver = Saver(self.trainer, self.loader, run_dir)
         if resume:
             self.saver.resume()
-        elif job.model.init_from is not None:
-            self.saver.start_from_hugging_face(Path(job.model.init_from))
         self.start = self.trainer.step_number
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self.start + job.observe.ledger_step)
         self._open_records(resume)

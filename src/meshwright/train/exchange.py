@@ -1,0 +1,32 @@
+"""Weights of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.load import read_tensor
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.placed import DTYPES
+from meshwright.errors import InputError
+from meshwright.job.model_spec import ModelSpec
+from meshwright.model.hugging_face import save
+
+
+def export_hugging_face(checkpoint: Path, out: Path) -> list[Path]:
+    """Write ``config.json`` and safetensors from a ``step-N`` folder, in the element type of its masters.
+
+    The layout that saved it does not matter; padding rows of the vocabulary are not in it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        InputError: ``out`` is not empty, or the model has no Hugging Face counterpart.
+    """
+    manifest = read_manifest(checkpoint)
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"--out: {out} is not empty; give a new folder")
+    spec = ModelSpec.model_validate(manifest.model)
+    dtypes = {DTYPES[entry.dtype] for key, entry in manifest.tensors.items() if key.startswith("parameter/")}
+    dtype: torch.dtype = dtypes.pop()
+    return save(out, spec, lambda name: read_tensor(manifest, name), dtype=dtype)

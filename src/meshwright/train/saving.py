@@ -1,0 +1,134 @@
+"""Checkpoints of a run: the trainer's state as named, placed tensors, and back onto any layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.folder import latest
+from meshwright.checkpoint.load import load, read_tensor
+from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.placed import PlacedTensor, Role
+from meshwright.checkpoint.save import save
+from meshwright.checkpoint.world import GroupWorld
+from meshwright.data.loader import Loader
+from meshwright.errors import CheckpointError
+from meshwright.job.job import Job
+from meshwright.model.transformer import StageModel
+from meshwright.parallel.owned import Owned
+from meshwright.train.placement import placements, segments_of
+from meshwright.train.trainer import Trainer
+
+FOLDER = "checkpoints"
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The last complete checkpoint of a run, if it has one."""
+    return latest(run_dir / FOLDER)
+
+
+class Saver:
+    """Saves and restores one trainer. All ranks call each method together."""
+
+    def __init__(self, trainer: Trainer, loader: Loader | None, run_dir: Path) -> None:
+        self.trainer, self.loader, self.folder = trainer, loader, run_dir / FOLDER
+        self.world = GroupWorld(trainer.mesh.group("world"))
+        self.saved_step = 0
+
+    def save(self) -> Path:
+        """Write the state after the current step.
+
+        Each element is saved by the one rank that counts it in the norm, so it is written once.
+        """
+        trainer = self.trainer
+        step = trainer.step_number
+        counted = [index for index, piece in enumerate(trainer.owned) if piece.counted]
+        path = save(
+            self.folder,
+            step,
+            self.tensors(counted),
+            layout=str(trainer.job.layout),
+            model=trainer.job.model_spec.model_dump(mode="json"),
+            optimizer=trainer.job.optimizer.model_dump(mode="json"),
+            state=self.scalars(),
+            keep=trainer.job.checkpoint.keep,
+            world=self.world,
+        )
+        self.saved_step = step
+        return path
+
+    def resume(self) -> None:
+        """Continue from the last complete checkpoint of the run.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit the model or the optimizer.
+        """
+        # Rank 0 looks, so that all ranks take the same one.
+        found = latest(self.folder) if self.world.rank == 0 else None
+        path = self.world.broadcast(None if found is None else str(found))
+        if path is None:
+            raise CheckpointError(f"--resume: {self.folder} has no complete checkpoint; start without --resume")
+        self.restore(Path(path))
+
+    def restore(self, path: Path) -> None:
+        """Take over everything a checkpoint holds; its layout may be any."""
+        trainer = self.trainer
+        manifest = load(path, self.tensors(range(len(trainer.owned))), world=self.world)
+        state = manifest.state
+        trainer.step_number = manifest.step
+        trainer.optimizer.steps = int(state["optimizer_steps"])
+        trainer.loss_scale.value = float(state["loss_scale"]) if trainer.loss_scale.enabled else 1.0
+        trainer.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+        if self.loader is not None:
+            self.loader.resume(manifest.step, int(state["cursor"]))
+        trainer.data_parallel.publish()
+        self.saved_step = manifest.step
+
+    def scalars(self) -> dict[str, Any]:
+        """What comes back besides tensors."""
+        trainer = self.trainer
+        return {
+            "cursor": self.loader.cursor(trainer.step_number) if self.loader else 0,
+            "seed": trainer.job.train.seed,
+            "optimizer_steps": trainer.optimizer.steps,
+            "loss_scale": trainer.loss_scale.value,
+            "loss_scale_good_steps": trainer.loss_scale.good_steps,
+        }
+
+    def tensors(self, indices: Any) -> list[PlacedTensor]:
+        """Masters and optimizer state of the owned ranges with these numbers."""
+        state = self.trainer.optimizer.state()
+        result = []
+        for index in indices:
+            piece = self.trainer.owned[index]
+            result += self._placed(piece, piece.master, "parameter")
+            for role, tensors in state.items():
+                result += self._placed(piece, tensors[index], role)  # type: ignore[arg-type]
+        return result
+
+    def _placed(self, piece: Owned, flat: Tensor, role: Role) -> list[PlacedTensor]:
+        segments = segments_of(self.trainer.stages, piece.parameter)
+        return [
+            PlacedTensor(place.name, place.shape, place.offsets, place.sizes, flat[place.start : place.stop], role)
+            for place in placements(piece, segments)
+        ]
+
+
+@torch.no_grad()
+def load_whole_model(job: Job, path: Path) -> StageModel:
+    """The model of a checkpoint on one device, in the type of its masters."""
+    spec = job.model_spec
+    manifest: Manifest = read_manifest(path)
+    dtype = torch.float64 if job.precision.dtype == "float64" else torch.float32
+    model = StageModel(spec, range(spec.layers), first=True, last=True).to(dtype)
+    parameters = dict(model.named_parameters())
+    for fqn, segments in model.segments.items():
+        flat = parameters[fqn].data.view(-1)
+        for segment in segments:
+            whole = read_tensor(manifest, segment.name).reshape(-1)
+            flat[segment.start : segment.start + math.prod(segment.sizes)] = whole.to(dtype)
+    return model
