@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.job.model_spec import ModelSpec
 from meshwright.model.dropout import Randomness, dropped
 from meshwright.model.micro_batch import MicroBatch
+from meshwright.model.narrow_attention import narrow_attention
 from meshwright.model.norms import Norm
 from meshwright.model.partition import Partition
 from meshwright.model.rotary import rotary_tables
@@ -24,7 +25,7 @@ class LayerContext:
     batch: int
     sequence: int
     rotary: tuple[Tensor, Tensor] | None
-    """Cosine and sine, ``[batch, sequence, 1, head_size / 2]``."""
+    """Cosine and sine, ``[batch, sequence, 1, head_size / 2]``, at least float32."""
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     """By window: additive ``[batch or 1, 1, sequence, sequence]``; None: plain causal."""
     randomness: Randomness | None = None
@@ -62,7 +63,9 @@ def prepare(
     spec: ModelSpec, batch: MicroBatch, layers: range, dtype: torch.dtype, randomness: Randomness | None
 ) -> LayerContext:
     """Build what ``layers`` share for one micro-batch, once."""
-    rotary = rotary_tables(spec, batch.positions, dtype) if spec.positions == "rope" else None
+    # 16-bit models turn in float32: it is exact there, and on CPU several times as fast
+    wide = dtype if dtype == torch.float64 else torch.float32
+    rotary = rotary_tables(spec, batch.positions, wide) if spec.positions == "rope" else None
     rows, sequence = batch.tokens.shape
     context = LayerContext(rows, sequence, rotary, randomness=randomness, examples=batch.examples)
     for window in {layer_window(spec, layer) for layer in layers}:
@@ -84,11 +87,10 @@ class _SplitRotate(torch.autograd.Function):
         ctx: Any, qkv: Tensor, cosine: Tensor | None, sine: Tensor | None, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.rotary = (cosine, sine)
-        out = torch.empty_like(qkv)
         turned = heads + kv_heads
-        if cosine is None or sine is None:
-            out.copy_(qkv)
-        else:
+        out = qkv
+        if cosine is not None and sine is not None:
+            out = torch.empty_like(qkv)
             _rotate(qkv[:, :, :turned], cosine, sine, out[:, :, :turned], 1)
             out[:, :, turned:] = qkv[:, :, turned:]
         return out[:, :, :heads], out[:, :, heads:turned], out[:, :, turned:]
@@ -112,6 +114,11 @@ class _SplitRotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, out: Tensor, direction: int) -> None:
     """``out = x`` turned by the angles (``direction`` -1: turned back), all ``[batch, sequence, heads, size]``."""
+    if x.dtype != cosine.dtype:
+        wide = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
+        _rotate(x.to(cosine.dtype), cosine, sine, wide, direction)
+        out.copy_(wide)
+        return
     half = x.shape[-1] // 2
     low, high = x[..., :half], x[..., half:]
     torch.mul(low, cosine, out=out[..., :half]).addcmul_(high, sine, value=-direction)
@@ -154,6 +161,8 @@ class AttentionCore(nn.Module):
         mask = context.masks[self.window]
         if context.randomness is not None and self.spec.attention_dropout > 0:
             out = self._explicit(q, k, v, mask, context)
+        elif q.device.type == "cpu" and q.element_size() == 2:
+            out = narrow_attention(q, k, v, mask)
         else:
             grouped = self.heads != self.kv_heads
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

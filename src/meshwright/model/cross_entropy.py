@@ -1,13 +1,13 @@
 """Cross entropy summed over counted tokens, with one ``[tokens, vocabulary]`` buffer in all.
 
-Forward overwrites the logits with ``exp(logit - row maximum)``; backward scales the same buffer into
-the gradient. Vocabulary-parallel loss passes the two reductions over the ranks (Shoeybi et al. 2019:
-the maximum, then the sum of exponentials together with the target's logit).
+Forward overwrites the logits with the softmax over the columns that are here; backward scales the same buffer
+into the gradient. Vocabulary-parallel loss passes the two reductions over the ranks (Shoeybi et al. 2019: the
+maximum, then the sum of exponentials together with the target's logit).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,11 +50,6 @@ def cross_entropy_sum(
     return result
 
 
-def _chunks(logits: Tensor) -> range:
-    step = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
-    return range(0, logits.shape[0], step if logits.device.type == "cpu" else max(1, logits.shape[0]))
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -67,60 +62,68 @@ class _CrossEntropy(torch.autograd.Function):
         reduce_max: Callable[[Tensor], Tensor] | None,
         reduce_sum: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        work = logits.dtype if logits.dtype == torch.float64 else torch.float32
-        tokens = logits.shape[0]
         counted = labels != IGNORE
         target = labels - first_row
         mine = counted & (target >= 0) & (target < columns)
         target = torch.where(mine, target, 0)
-        if columns < logits.shape[1]:
-            logits[:, columns:] = float("-inf")
-        largest = logits.amax(1).to(work) if columns else logits.new_full((tokens,), float("-inf"), dtype=work)
-        if reduce_max is not None:
-            largest = reduce_max(largest)
+        work = logits.dtype if logits.dtype == torch.float64 else torch.float32
         target_logit = logits.gather(1, target[:, None]).squeeze(1).to(work)
-        sums = torch.empty(2, tokens, dtype=work, device=logits.device)
-        sums[1] = torch.where(mine, target_logit - largest, 0.0)
-        step = _chunks(logits).step
-        for start in _chunks(logits):
-            chunk = logits[start : start + step]
-            shift = largest[start : start + step, None]
-            if chunk.dtype == work:
-                chunk.sub_(shift).exp_()
-                torch.sum(chunk, 1, out=sums[0, start : start + step])
-            else:
-                wide = torch.sub(chunk, shift).exp_()
-                torch.sum(wide, 1, out=sums[0, start : start + step])
-                chunk.copy_(wide)
+        mine_largest, mine_sum = _softmax_(logits, columns, work)
+        largest = mine_largest if reduce_max is None else reduce_max(mine_largest.clone())
+        mine_sum *= (mine_largest - largest).exp_()
+        sums = torch.stack((mine_sum, torch.where(mine, target_logit - largest, 0.0)))
         if reduce_sum is not None:
             sums = reduce_sum(sums)
-        losses = torch.where(counted, sums[0].log() - sums[1], 0.0)
-        ctx.save_for_backward(logits, target, mine, counted, sums)
+        ctx.save_for_backward(logits, target, mine, counted, sums, mine_sum)
         ctx.divisor = divisor
         ctx.spent = False
-        return losses.sum() / divisor
+        return torch.where(counted, sums[0].log() - sums[1], 0.0).sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if ctx.spent:
             raise RuntimeError("the loss's buffer holds its gradient already: backward ran twice")
         ctx.spent = True
-        exponentials, target, mine, counted, sums = ctx.saved_tensors
+        buffer, target, mine, counted, sums, mine_sum = ctx.saved_tensors
         total, target_logit = sums.unbind()
         per_token = torch.where(counted, gradients[0] / ctx.divisor, 0.0).to(total.dtype)
-        scale = per_token / total
-        step = _chunks(exponentials).step
-        for start in _chunks(exponentials):
-            chunk = exponentials[start : start + step]
-            chunk_scale = scale[start : start + step, None]
-            if chunk.dtype == scale.dtype:
-                chunk.mul_(chunk_scale)
+        scale = (per_token * (mine_sum / total))[:, None]
+        for rows in _chunks(buffer):
+            if buffer.dtype == scale.dtype:
+                buffer[rows].mul_(scale[rows])
             else:
-                chunk.copy_(torch.mul(chunk, chunk_scale))
+                buffer[rows] = buffer[rows].to(scale.dtype).mul_(scale[rows])
         # (p - 1) from the float32 logit: subtracting 1 from a bfloat16 p would leave nothing of a confident token
-        at_target = (target_logit.exp() / total - 1.0) * per_token
-        others = exponentials.gather(1, target[:, None])
-        exponentials.scatter_(
-            1, target[:, None], torch.where(mine[:, None], at_target[:, None].to(others.dtype), others)
-        )
-        return exponentials, None, None, None, None, None, None
+        at_target = ((target_logit.exp() / total - 1.0) * per_token).to(buffer.dtype)
+        place = (torch.arange(buffer.shape[0], device=buffer.device), target)
+        buffer[place] = torch.where(mine, at_target, buffer[place])
+        return buffer, None, None, None, None, None, None
+
+
+def _softmax_(logits: Tensor, columns: int, work: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Softmax over the first ``columns`` in place, zero in the others; the row maxima and sums of exponentials."""
+    tokens = logits.shape[0]
+    if columns == 0:
+        logits.zero_()
+        nothing = torch.zeros(tokens, dtype=work, device=logits.device)
+        return torch.full_like(nothing, float("-inf")), nothing
+    if columns < logits.shape[1]:
+        logits[:, columns:] = float("-inf")
+    largest = torch.empty(tokens, dtype=work, device=logits.device)
+    sums = torch.empty_like(largest)
+    for rows in _chunks(logits):
+        chunk = logits[rows] if logits.dtype == work else logits[rows].to(work)
+        torch.amax(chunk, 1, out=largest[rows])
+        torch.softmax(chunk, 1, out=chunk)
+        # the largest probability is exp(0) / sum: cheaper than a second pass of exponentials
+        torch.reciprocal(torch.amax(chunk, 1), out=sums[rows])
+        if logits.dtype != work:
+            logits[rows] = chunk
+    return largest, sums
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    tokens, columns = logits.shape
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns)) if logits.device.type == "cpu" else max(1, tokens)
+    for start in range(0, tokens, step):
+        yield slice(start, start + step)
