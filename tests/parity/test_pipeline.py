@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
@@ -23,6 +24,8 @@ from meshwright.model.transformer import StageModel
 from meshwright.parallel.data_parallel import make_data_parallel
 from meshwright.parallel.owned import BackwardPart
 from meshwright.parallel.pipeline import SCHEDULE_CLASSES, PipelineExecutor
+from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.tensor import TensorPartition
 from meshwright.parallel.tied import combine_tied_gradients, tied_difference
 from meshwright.prove.pool import RankPool
 
@@ -67,6 +70,7 @@ def stage_modules(spec: ModelSpec, layout: Layout, mesh: Mesh) -> dict[int, Stag
     for stage in layout.stages_of(mesh.coordinate("pp")):
         module = StageModel(spec, layers[stage], stage == 0, stage == layout.stage_count - 1).to(torch.float64)
         initialise(module, 5)
+        apply_recompute(module, layout.stage_recompute(stage))
         stages[stage] = module
     return stages
 
@@ -108,7 +112,7 @@ def reference_step(module: StageModel, batches: list[Batch], divisor: float) -> 
     for batch in batches:
         loss = module.loss(None, batch, divisor)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     squares = sum(float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None)
     return losses, math.sqrt(squares)
 
@@ -288,8 +292,8 @@ def test_bad_micro_batches_are_refused(ranks: Callable[[int], RankPool]) -> None
 # -- with data parallelism ----------------------------------------------------------------------------
 
 
-def reduced_gradients(layout: Layout, options: dict[str, Any], deterministic: bool) -> dict[str, Any]:
-    """Two steps; the second's gradients of this rank's ranges against one device."""
+def reduced_gradients(layout: Layout, options: dict[str, Any], deterministic: bool, count: int) -> dict[str, Any]:
+    """Three steps on ``count`` micro-batches; the gradients of this rank's ranges against one device."""
     spec = model_spec(layout.stage_count + 1, **options)
     whole = one_device(spec)
     with Mesh(layout) as mesh:
@@ -300,7 +304,7 @@ def reduced_gradients(layout: Layout, options: dict[str, Any], deterministic: bo
             deterministic=deterministic, tied_apart=tied_apart,
         )  # fmt: skip
         executor = PipelineExecutor(stages, data_parallel, mesh, layout, spec, torch.float64, CPU)
-        batches = unequal_batches(2 * layout.pp * layout.dp)
+        batches = unequal_batches(count)
         divisor = float(sum(batch.valid_tokens for batch in batches))
         mine = batches[mesh.coordinate("dp") :: layout.dp]
         worst = squares = 0.0
@@ -340,17 +344,89 @@ def reduced_gradients(layout: Layout, options: dict[str, Any], deterministic: bo
 def test_sharded_state_under_every_schedule(ranks: Callable[[int], RankPool], schedule: str, zero: int) -> None:
     layout = Layout(pp=2, dp=2, zero=zero, schedule=schedule)
     options = {**(GPT2 if zero % 2 else LLAMA), "tied": zero in (1, 2)}
-    reports = ranks(4).run(reduced_gradients, layout, options, False)
+    reports = ranks(4).run(reduced_gradients, layout, options, False, 8)
     assert max(report["worst"] for report in reports) <= 1e-12
     total = sum(report["squares"] for report in reports)
     assert math.sqrt(total) == pytest.approx(reports[0]["norm"], rel=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("looped-bfs", 1), ("zbv", 2), ("interleaved", 3)])
-def test_deterministic_gradients_under_a_pipeline(ranks: Callable[[int], RankPool], schedule: str, zero: int) -> None:
-    layout = Layout(pp=2, dp=2, zero=zero, schedule=schedule)
-    reports = ranks(4).run(reduced_gradients, layout, LLAMA, True)
+def test_deterministic_gradients_do_not_depend_on_dp(
+    ranks: Callable[[int], RankPool], schedule: str, zero: int
+) -> None:
+    bits = []
+    for dp in (1, 2):
+        layout = Layout(pp=2, dp=dp, zero=zero, schedule=schedule)
+        reports = ranks(2 * dp).run(reduced_gradients, layout, LLAMA, True, 8)
+        assert max(report["worst"] for report in reports) <= 1e-12
+        whole: dict[str, dict[int, list[float]]] = {}
+        for report in reports:
+            for (name, start), values in report["bits"].items():
+                whole.setdefault(name, {})[start] = values
+        bits.append({name: [x for start in sorted(parts) for x in parts[start]] for name, parts in whole.items()})
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "qk_norm"), [("1f1b", 3, True), ("zero-bubble", 0, True), ("zbv", 3, False), ("zbv", 3, True)]
+)
+def test_recomputing_stages(ranks: Callable[[int], RankPool], schedule: str, zero: int, qk_norm: bool) -> None:
+    policies = ("full", "selective") if schedule == "1f1b" else ("full", "selective", "none", "full")
+    layout = Layout(pp=2, dp=2, zero=zero, schedule=schedule, recompute=policies)
+    reports = ranks(4).run(reduced_gradients, layout, {**LLAMA, "qk_norm": qk_norm}, False, 8)
     assert max(report["worst"] for report in reports) <= 1e-12
+
+
+def parts_of_a_recomputing_stage() -> list[tuple[int, BackwardPart, bool]]:
+    layout = Layout(pp=2, schedule="zbv", recompute=("none", "full", "selective", "none"))
+    spec = model_spec(4, **LLAMA)
+    with Mesh(layout) as mesh:
+        told = LocalGradients()
+        PipelineExecutor(
+            stage_modules(spec, layout, mesh), told, mesh, layout, spec, torch.float64, CPU
+        ).run(unequal_batches(4), 7.0)  # fmt: skip
+    return told.told
+
+
+def test_a_recomputing_stage_is_not_split(ranks: Callable[[int], RankPool]) -> None:
+    told = [entry for report in ranks(2).run(parts_of_a_recomputing_stage) for entry in report]
+    assert [entry for entry in told if entry[0] == 1] == [(1, "whole", last) for last in (False, False, False, True)]
+    assert {part for stage, part, _ in told if stage == 2} >= {"input", "weight"}
+
+
+def tensor_parallel_stages(layout: Layout) -> float:
+    """Gradients of this rank's boxes of every logical parameter against one device."""
+    spec = model_spec(layout.stage_count, kv_heads=2, qk_norm=True)
+    whole = one_device(spec)
+    worst = 0.0
+    with Mesh(layout) as mesh:
+        partition, layers = TensorPartition(mesh), layout.stage_layers(spec.layers)
+        last = layout.stage_count - 1
+        stages = {}
+        for stage in layout.stages_of(mesh.coordinate("pp")):
+            stages[stage] = StageModel(spec, layers[stage], stage == 0, stage == last, partition).to(torch.float64)
+            initialise(stages[stage], 5)
+        executor = PipelineExecutor(stages, LocalGradients(), mesh, layout, spec, torch.float64, CPU)
+        batches = unequal_batches(4)
+        _, norm = reference_step(whole, batches, 7.0)
+        expected = logical(whole, {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+        for _ in range(2):
+            for module in stages.values():
+                module.zero_grad()
+            executor.run(batches, 7.0)
+            for module in stages.values():
+                for name, parameter in module.named_parameters():
+                    assert parameter.grad is not None
+                    if name in module.tp_replicated:
+                        dist.all_reduce(parameter.grad, group=mesh.group("tp"))
+                    for box in module.segments[name]:
+                        worst = max(worst, difference(box.box(parameter.grad), box.cut(expected[box.name]), norm))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_tensor_parallelism(ranks: Callable[[int], RankPool], schedule: str) -> None:
+    assert max(ranks(4).run(tensor_parallel_stages, Layout(pp=2, tp=2, schedule=schedule))) <= 1e-12
 
 
 # -- tied embeddings ----------------------------------------------------------------------------------

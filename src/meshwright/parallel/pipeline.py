@@ -115,6 +115,7 @@ class PipelineExecutor:
         self._layout, self._data_parallel, self._device = layout, data_parallel, device
         self._group, self._rank = mesh.group("pp"), mesh.coordinate("pp")
         self._hidden, self._dtype, self._tp = spec.hidden, dtype, layout.tp
+        self._head_norms = spec.qk_norm
         self._count = layout.stage_count
         self._programs = {
             index: StageProgram(module, last=index == self._count - 1) for index, module in sorted(stages.items())
@@ -179,13 +180,18 @@ class PipelineExecutor:
         stages: list[Any] = [
             Stage(
                 program, index, self._count, self._group, hidden, micro_batches, self._device, self._data_parallel,
-                split=splits and layout.stage_recompute(index) != "full",
+                split=splits and not self._recomputes_parameters(index),
             )
             for index, program in self._programs.items()
         ]  # fmt: skip
         schedule = SCHEDULE_CLASSES[layout.schedule](stages, micro_batches, _the_output, scale_grads=False)
         schedule._stages_forward_initialized = schedule._stages_backward_initialized = True
         return schedule, stages
+
+    def _recomputes_parameters(self, stage: int) -> bool:
+        """Whether backward recomputes something that holds parameters, which each part would have to do anew."""
+        policy = self._layout.stage_recompute(stage)
+        return policy == "full" or (policy == "selective" and self._head_norms)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], divisor: float) -> list[Tensor | None]:

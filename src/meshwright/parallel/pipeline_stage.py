@@ -4,8 +4,8 @@ Torch's ``PipelineStage`` keeps the books of micro-batches in flight. Changed he
 
 * a micro-batch reaches every stage as an object (positions, documents, labels), not as chunks of tensors;
 * shapes are static, so nothing is inferred, voted on or sent before the first step (and fake tensors run);
-* receive buffers live from their receive to their last use and sends are waited for in time, so a rank holds
-  boundary tensors for the micro-batches in flight, not for all of the step's;
+* messages are sent, received and waited for here: buffers live from their receive to their last use and sends are
+  waited for in time, so a rank holds boundary tensors for the micro-batches in flight, not for all of the step's;
 * each part of a backward pass is announced to :class:`DataParallel`, which alone knows about sharding: the
   runtime never sees an ``FSDPModule``.
 """
@@ -79,7 +79,9 @@ class Stage(PipelineStage):
         )
         self._data_parallel, self._split = data_parallel, split
         self._gradients_of = 0
+        self._pipeline = group
         self._sends: dict[str, deque[dist.Work]] = {"forward": deque(), "backward": deque()}
+        self._receives: dict[tuple[str, int], dist.Work] = {}
         self._inference_mode = InferenceMode.STATIC
         self.has_backward = True
         self._prepare_forward_infra(micro_batches, (), has_backward=True)
@@ -101,20 +103,31 @@ class Stage(PipelineStage):
     # -- the wire ---------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of a micro-batch's input, into a new buffer."""
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        """Begin to receive a micro-batch's input; nothing is left for the runtime to do."""
+        self._receive("forward", fwd_chunk_id, self.args_recv_info[fwd_chunk_id])
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of the gradient of a micro-batch's output, into a new buffer."""
-        self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        """Begin to receive the gradient of a micro-batch's output."""
+        if not self.is_last:
+            self._receive("backward", bwd_chunk_id, self.grad_recv_info[bwd_chunk_id])
+        return []
 
-    def _allocate(self, receives: tuple[Any, ...]) -> None:
+    def _receive(self, direction: str, micro_batch: int, receives: tuple[Any, ...]) -> None:
         for receive in receives:
-            if not receive.is_root_arg:
-                meta = receive.tensor_meta
-                receive.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            meta = receive.tensor_meta
+            receive.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            source = self.stage_index_to_group_rank[receive.source]
+            with phase(direction):
+                work = dist.irecv(receive.buffer, group=self.group, group_src=source)
+            if work is not None:
+                self._receives[direction, micro_batch] = work
+
+    def _wait_receive(self, direction: str, micro_batch: int) -> None:
+        work = self._receives.pop((direction, micro_batch), None)
+        if work is not None:
+            with blocked(self._pipeline, "receive"):
+                work.wait()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send a micro-batch's output on; nothing is left for the runtime to do."""
@@ -138,20 +151,22 @@ class Stage(PipelineStage):
     def _wait_sends(self, direction: str, leave: int) -> None:
         sends = self._sends[direction]
         while len(sends) > leave:
-            with blocked(self.group, "send"):  # type: ignore[arg-type]
+            with blocked(self._pipeline, "send"):
                 sends.popleft().wait()
 
     # -- forward and backward ------------------------------------------------------------------------
 
-    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         """The forward pass of one micro-batch."""
+        self._wait_receive("forward", fwd_chunk_id)
         with phase("forward"):
-            return super().forward_one_chunk(*arguments, **options)
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """The backward pass of one micro-batch, or its input part."""
+        self._wait_receive("backward", bwd_chunk_id)
         whole = full_backward or not self._split
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward=whole)
         self._release(bwd_chunk_id)
