@@ -21,8 +21,9 @@ from meshwright.comm.collectives import (
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-def lengths(degree: int) -> list[int]:
-    return sorted({0, 1, degree - 1, degree, 13, 100_000})
+def lengths(degree: int, dtype: torch.dtype) -> list[int]:
+    """None, one, around the number of ranks, a prime; the last goes by direct sends in every dtype."""
+    return sorted({0, 1, degree - 1, degree, 13, 100_000 if dtype == torch.float32 else 40_009})
 
 
 def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -44,10 +45,10 @@ def rank_order_sum(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def exact_everywhere() -> None:
+def exact_everywhere(dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     group, degree, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    for length in lengths(degree):
-        for dtype in DTYPES:
+    for dtype in dtypes:
+        for length in lengths(degree, dtype):
             whole = inputs(degree * length, dtype)
             total = sum(whole[1:], whole[0])
             mine = slice(rank * length, (rank + 1) * length)
@@ -61,13 +62,13 @@ def exact_everywhere() -> None:
             all_to_all(swapped, whole[rank].clone(), group)
             assert torch.equal(swapped, torch.cat([part[mine] for part in whole])), (length, dtype)
             for ordered in (False, True):
-                reduced = inputs(length, dtype)[rank]
+                reduced = whole[rank][:length].clone()
                 all_reduce(reduced, group, ordered=ordered)
-                assert torch.equal(reduced, sum(inputs(length, dtype)[1:], inputs(length, dtype)[0])), (length, dtype)
+                assert torch.equal(reduced, total[:length]), (length, dtype)
             for op in ("max", "min"):
-                extreme = inputs(length, dtype)[rank]
+                extreme = whole[rank][:length].clone()
                 all_reduce(extreme, group, op=op)
-                assert torch.equal(extreme, inputs(length, dtype)[degree - 1 if op == "max" else 0]), (length, dtype)
+                assert torch.equal(extreme, whole[degree - 1 if op == "max" else 0][:length]), (length, dtype)
 
 
 def in_rank_order() -> None:
@@ -191,7 +192,7 @@ def test_collectives(ranks, case, size):
 
 
 def test_eight_ranks(ranks):
-    ranks(8).run(exact_everywhere)
+    ranks(8).run(exact_everywhere, (torch.float32,))
     ranks(8).run(in_rank_order)
 
 

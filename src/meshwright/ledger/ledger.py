@@ -185,6 +185,14 @@ class Ledger(_Part):
         known = ", ".join(str(entry.rank) for entry in self.ranks[:16])
         raise InputError(f"rank: {rank} is not in this {self.source} ledger; it has {known}")
 
+    def with_rates(self, tokens_per_second: float | None, one_device: float | None) -> Ledger:
+        """The same ledger with its speed, and, where one device's is known, what the ranks are worth."""
+        speedup = tokens_per_second / one_device if tokens_per_second and one_device else None
+        efficiency = speedup / self.world if speedup else None
+        return self.model_copy(
+            update={"tokens_per_second": tokens_per_second, "useful_speedup": speedup, "efficiency": efficiency}
+        )
+
     def to_json(self) -> str:
         """The ledger as it stands in ``ledger.json``."""
         return self.model_dump_json(indent=1, exclude_none=True) + "\n"
