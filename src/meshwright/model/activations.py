@@ -15,7 +15,7 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
     """``[tokens, ffn]`` (``[tokens, 2 ffn]``, gate then up, if gated) ``-> [tokens, ffn]``."""
     if not spec.gated:
         return _plain(spec.activation, x)
-    if spec.activation == "silu":
+    if spec.activation == "silu" and not torch.compiler.is_compiling():
         result: Tensor = _SwiGlu.apply(x)  # type: ignore[no-untyped-call]
         return result
     gate, up = x.chunk(2, dim=1)

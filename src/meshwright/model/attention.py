@@ -79,6 +79,27 @@ def prepare(
     return context
 
 
+def split_rotate(
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[batch, sequence, heads + 2 kv_heads, size]`` to q and k, turned by ``rotary``, and v."""
+    cosine, sine = rotary if rotary is not None else (None, None)
+    if torch.compiler.is_compiling():  # the compiler fuses plain operations, and does not take the in-place ones
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
+        if cosine is None or sine is None:
+            return q, k, v
+        return _turned(q, cosine, sine), _turned(k, cosine, sine), v
+    result: tuple[Tensor, Tensor, Tensor] = _SplitRotate.apply(  # type: ignore[no-untyped-call]
+        qkv, cosine, sine, heads, kv_heads
+    )
+    return result
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1).to(x.dtype)
+
+
 class _SplitRotate(torch.autograd.Function):
     """Fused qkv to rotated q, k and v; backward writes one fused gradient instead of three padded ones."""
 
@@ -155,9 +176,7 @@ class AttentionCore(nn.Module):
         if q_norm is not None and k_norm is not None:
             q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat((q_norm(q), k_norm(k), v), dim=2)
-        cosine, sine = context.rotary if context.rotary is not None else (None, None)
-        q, k, v = _SplitRotate.apply(qkv, cosine, sine, self.heads, self.kv_heads)  # type: ignore[no-untyped-call]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (part.transpose(1, 2) for part in split_rotate(qkv, context.rotary, self.heads, self.kv_heads))
         mask = context.masks[self.window]
         if context.randomness is not None and self.spec.attention_dropout > 0:
             out = self._explicit(q, k, v, mask, context)
