@@ -11,8 +11,8 @@ autograd. Exact to the last bit: the same operators run again, and dropout draws
 so no random state is kept. With tensor parallelism the recomputed layer communicates again, on all ranks alike. With
 FSDP2 the wrapped part lies inside the sharded module, so its parameters are whole when backward recomputes.
 
-A schedule that splits backward would recompute a fully recomputed layer once for the input part and once more for each
-parameter of the weight part; the pipeline takes both parts of such a stage together instead.
+A schedule that splits backward would recompute a layer once for the input part and once more for each parameter of
+the weight part; where a recomputed part holds parameters the pipeline takes both parts together instead.
 """
 
 from __future__ import annotations
