@@ -60,7 +60,7 @@ def _run(
     began = time.monotonic()
 
     def show(result: Parity | Found) -> None:
-        console.print(_line(result, time.monotonic() - began), highlight=False)
+        console.print(_line(result, time.monotonic() - began), highlight=False, soft_wrap=True)
 
     if layout is not None:
         resolved = job.resolve()

@@ -1,0 +1,96 @@
+"""Save and resume: the run that stopped equals the one that did not, on the same layout and on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.checkpoint.folder import latest, verify
+from meshwright.checkpoint.load import read_tensor, tensor_names
+from meshwright.errors import CheckpointError
+from meshwright.job.job import Job
+from meshwright.prove.pool import RankFailure, RankPool
+from meshwright.train.saving import latest_checkpoint, load_whole_model
+from tests.small_jobs import small_job, train_and_save
+
+Ranks = Callable[[int], RankPool]
+ADAMW = {"optimizer": {"name": "adamw", "lr": 0.01, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 0.5}}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bits of everything in the last checkpoint."""
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    return {
+        f"{role}/{name}": read_tensor(path, name, role).numpy().tobytes()  # type: ignore[arg-type]
+        for role in ("parameter", "exp_avg", "exp_avg_sq")
+        for name in tensor_names(path, role)  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=2", "dp=2 zero=1", "dp=4 shard=2 zero=2", "dp=4 zero=3", "tp=2", "pp=2 schedule=zbv micro_batch=1", "dp=2 tp=2", "dp=2 pp=2 zero=1 micro_batch=1"],
+)
+def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """Stopped at the edge of warm-up, with clipping, moments and momentum on the way."""
+    job = small_job(layout, precision={"dtype": "float32"}, **ADAMW)
+    pool = ranks(job.layout.ranks)
+    whole = pool.run(train_and_save, job, str(tmp_path / "a"), 0, 6, [6])[0]
+    first = pool.run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])[0]
+    second = pool.run(train_and_save, job, str(tmp_path / "b"), 3, 6, [6])[0]
+    assert [*first, *second] == whole
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("later", ["dp=2 zero=1", "dp=3", "dp=8 zero=3", "tp=2 pp=2 micro_batch=1", "dp=1 micro_batch=2"])
+def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, later: str) -> None:
+    """Moments, step counter and learning rate go along: the next losses are those of the undisturbed run."""
+    job = small_job("dp=4 zero=2", **ADAMW)
+    whole = ranks(4).run(train_and_save, job, str(tmp_path / "a"), 0, 5, [5])[0]
+    ranks(4).run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])
+    other = small_job(later, **ADAMW)
+    rest = ranks(other.layout.ranks).run(train_and_save, other, str(tmp_path / "b"), 3, 5, [5])[0]
+    for a, b in zip(rest, whole[3:], strict=True):
+        assert a.learning_rate == b.learning_rate
+        assert a.loss == pytest.approx(b.loss, rel=1e-11)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-10)
+    expected, found = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(np.frombuffer(found[key]), np.frombuffer(value), rtol=1e-9, atol=1e-14, err_msg=key)
+
+
+def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(train_and_save, small_job("dp=2"), str(tmp_path), 0, 1, [1])
+    with pytest.raises(RankFailure, match=r"CheckpointError.*another shape"):
+        ranks(2).run(train_and_save, small_job("dp=2", model={"ffn_hidden": 64}), str(tmp_path), 1, 2, [])
+    assert latest_checkpoint(tmp_path) is not None
+
+
+def test_resume_without_a_checkpoint_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="no complete checkpoint"):
+        ranks(1).run(train_and_save, small_job("dp=1"), str(tmp_path), 1, 2, [])
+
+
+def test_the_vocabulary_is_saved_without_its_padding(ranks: Ranks, tmp_path: Path) -> None:
+    """97 rows on 4 ranks are 25 a rank: the saved matrix has 97, and another degree takes it up."""
+    job: Job = small_job("tp=4", model={"kv_heads": 4}, **ADAMW)
+    ranks(4).run(train_and_save, job, str(tmp_path), 0, 2, [2])
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    assert read_tensor(path, "embedding.weight").shape == (97, 32)
+    model = load_whole_model(job, path)
+    assert torch.isfinite(model.embedding.weight).all()
+    other = small_job("tp=2", model={"kv_heads": 4}, **ADAMW)
+    ranks(2).run(train_and_save, other, str(tmp_path), 2, 3, [3])
+    flipped = path / "rank-00000.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[-5] ^= 1
+    flipped.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
+        verify(path)
