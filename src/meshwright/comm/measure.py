@@ -92,12 +92,15 @@ class Instruments:
         message = {
             "entry": self.entry().model_dump(),
             "waits": {} if timeline is None else dict(timeline.waits),
+            "receives": [] if timeline is None else timeline.receives,
             "groups": {axis: list(self.mesh.ranks(axis)) for axis in self.mesh.axes},
         }
         replies = all_gather_json(message, self.mesh.group("world"))
         entries = [RankLedger.model_validate(reply["entry"]) for reply in replies]
-        waiting = waiting_for_the_slowest([reply["waits"] for reply in replies], [reply["groups"] for reply in replies])
-        ranks = tuple(_without_waiting(entry, by_axis) for entry, by_axis in zip(entries, waiting, strict=True))
+        groups = [reply["groups"] for reply in replies]
+        waiting = waiting_for_the_slowest([reply["waits"] for reply in replies], groups)
+        transfers = receive_transfers([reply["receives"] for reply in replies], groups)
+        ranks = tuple(map(_parted, entries, waiting, transfers))
         layout = self.mesh.layout
         return Ledger(
             source="measured", layout=str(layout), world=layout.ranks, step=step, backend=self.backend, ranks=ranks
@@ -105,11 +108,7 @@ class Instruments:
 
 
 def spends_of(timeline: Timeline) -> Spends:
-    """A finished timeline as spends.
-
-    Pipeline receives are parted: each is taken to need as long as the quickest one of the step for the
-    transfer itself; the rest is bubble.
-    """
+    """A finished timeline as spends, waits still whole: in ``communication`` and ``bubble``."""
     parts: dict[str, Any] = {"compute": {}, "communication": {}, "other": 0.0}
     for (kind, detail), seconds in timeline.seconds.items():
         if (kind, detail) == ("compute", "none") or kind == "other":
@@ -118,10 +117,6 @@ def spends_of(timeline: Timeline) -> Spends:
             parts[kind][detail] = seconds
         else:
             parts[kind] = seconds
-    if timeline.receives:
-        transfer = min(timeline.receives) * len(timeline.receives)
-        parts["bubble"] -= transfer
-        parts["communication"]["pp"] = parts["communication"].get("pp", 0.0) + transfer
     return Spends(wall=timeline.wall, **parts)
 
 
@@ -148,14 +143,29 @@ def waiting_for_the_slowest(
     return result
 
 
-def _without_waiting(entry: RankLedger, waiting: dict[str, float]) -> RankLedger:
-    """``entry`` with its waiting moved from communication to where it belongs."""
+def receive_transfers(receives: list[list[float]], groups: list[dict[str, list[int]]]) -> list[float]:
+    """By rank: the seconds of its pipeline receives that were transfer, not waiting for the neighbour's result.
+
+    All boundary tensors of a pipeline are of one size; the quickest receive of the column shows what the
+    transfer takes when the result is already there.
+    """
+    result = []
+    for mine, my_groups in zip(receives, groups, strict=True):
+        column = [seconds for peer in my_groups["pp"] for seconds in receives[peer]]
+        result.append(len(mine) * min(column, default=0.0))
+    return result
+
+
+def _parted(entry: RankLedger, waiting: dict[str, float], transfer: float) -> RankLedger:
+    """``entry`` with waiting taken out of communication, and the transfer of receives out of the bubble."""
     spends = entry.spends
     if spends is None:
         return entry
     communication = {axis: seconds - waiting.get(axis, 0.0) for axis, seconds in spends.communication.items()}
-    changed = spends.model_copy(update={"communication": communication, "waiting": sum(waiting.values())})
-    return entry.model_copy(update={"spends": changed})
+    if spends.bubble:
+        communication["pp"] = communication.get("pp", 0.0) + transfer
+    changed = {"communication": communication, "waiting": sum(waiting.values()), "bubble": spends.bubble - transfer}
+    return entry.model_copy(update={"spends": spends.model_copy(update=changed)})
 
 
 @contextmanager

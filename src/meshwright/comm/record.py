@@ -58,7 +58,6 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(AttentionCalls(self.flops))
             activate(self.traffic)
             stack.callback(activate, None)
-            self.storages.start()
             stack.callback(self.storages.stop)
             super().__enter__()  # type: ignore[no-untyped-call]
             self._open = stack.pop_all()
@@ -78,6 +77,9 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Let it take itself apart: its local operations and collectives come by here one by one.
             return NotImplemented
         kwargs = kwargs or {}
+        self.storages.see_arguments(args)
+        if kwargs:
+            self.storages.see_arguments(kwargs.values())
         if func.namespace in NAMESPACES:
             self.traffic.see(func, args, kwargs)
             return func(*args, **kwargs)

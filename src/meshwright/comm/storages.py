@@ -10,7 +10,7 @@ Categories follow from the phase a storage was made in and how long it lives:
     made in backward              gradients    if alive at the end of the step, else temporary
     made in optimizer             optimizer    if alive at the end of the step, else temporary
     anything else                 temporary
-    registered                    what it was registered as, filled or emptied as it may be
+    there before the step         what it was registered as, filled or emptied as it may be; else temporary
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from meshwright.ledger.ledger import CATEGORIES, Category, Stores
 
 _LASTING: dict[str, Category] = {"backward": "gradients", "optimizer": "optimizer"}
 _KEPT_FOR_BACKWARD = ("forward", "recompute")
+_THERE_BEFORE = ("setup", "before")
 
 
 class _Held:
@@ -43,9 +44,10 @@ class Storages:
 
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}
+        self._before: list[tuple[_Held, int]] = []
+        """What the step began with, and its bytes then."""
         self._events: list[tuple[_Held, int]] = []
         self._phase = "none"
-        self._running = False
 
     def register(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Enter the whole storages of long-lived ``tensors`` under ``category``; known ones stay what they are."""
@@ -53,17 +55,21 @@ class Storages:
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._enter(tensor.untyped_storage(), category, "setup", fixed=True)
 
-    def start(self) -> None:
-        """Begin the step."""
-        self._running = True
-
     def stop(self) -> None:
         """End the step: what is still there and was made in backward or by the optimizer is meant to last."""
         self.see((), "none")
         for held in self._live.values():
             if not held.fixed and held.origin in _LASTING:
                 held.category = _LASTING[held.origin]
-        self._running = False
+
+    def see_arguments(self, arguments: Iterable[Any]) -> None:
+        """Take note of what an operation is given: a storage not known yet was there before the step."""
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if argument.layout is torch.strided and argument.untyped_storage()._cdata not in self._live:
+                    self._enter(argument.untyped_storage(), "temporary", "before", fixed=True)
+            elif isinstance(argument, tuple | list):
+                self.see_arguments(argument)
 
     def see(self, results: Any, phase: str) -> None:
         """Take note of what an operation returned."""
@@ -91,7 +97,10 @@ class Storages:
             return
         held = _Held(storage.nbytes(), category, origin, fixed)
         self._live[key] = held
-        self._events.append((held, held.nbytes))
+        if origin in _THERE_BEFORE:
+            self._before.append((held, held.nbytes))
+        else:
+            self._events.append((held, held.nbytes))
         weakref.finalize(storage, self._gone, key).atexit = False
 
     def _gone(self, key: int) -> None:
@@ -120,7 +129,7 @@ class Storages:
         now = dict.fromkeys(CATEGORIES, 0)
         highest = dict(now)
         peak, at_peak = 0, dict(now)
-        for held, change in self._events:
+        for held, change in (*self._before, *self._events):
             now[held.category] += change
             highest[held.category] = max(highest[held.category], now[held.category])
             if (total := sum(now.values())) > peak:
