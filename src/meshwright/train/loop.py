@@ -21,7 +21,7 @@ from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
 from meshwright.train.measured import LedgerRecorder
 from meshwright.train.saving import Saver
-from meshwright.train.sinks import peak_memory_bytes
+from meshwright.train.sinks import TensorBoard, peak_memory_bytes
 from meshwright.train.trainer import StepReport, Trainer
 
 
@@ -66,6 +66,8 @@ class TrainingLoop:
             self.saver.save()
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
+        if self.board is not None:
+            self.board.close()
         barrier(self.mesh.group("world"))
         if outcome == "stopped":
             raise TrainingStopped(
@@ -85,7 +87,7 @@ class TrainingLoop:
         rate = report.valid_tokens / seconds
         if not self.recorder.instrumented:
             self._best_rates.append(rate)
-        self.metrics.write(
+        self._record(
             step=report.step,
             loss=report.loss,
             gradient_norm=report.gradient_norm,
@@ -123,7 +125,7 @@ class TrainingLoop:
         if loss is None:
             return
         self._last_validation = loss
-        self.metrics.write(step=step, validation_loss=loss)
+        self._record(step=step, validation_loss=loss)
         self.progress.say(f"step {step}  validation loss {loss:.4f}")
 
     def evaluate(self) -> float | None:
@@ -168,8 +170,14 @@ class TrainingLoop:
         if resume:
             truncate_after_step(path, self.start)
         self.metrics = JsonLines(path)
+        self.board = TensorBoard(self.run_dir / "tensorboard") if self.first and self.job.observe.tensorboard else None
         self.events = JsonLines(self.run_dir / "events.jsonl") if self.first else None
         self._event("resumed" if resume else "started", step=self.start, layout=str(self.job.layout))
+
+    def _record(self, **record: Any) -> None:
+        self.metrics.write(**record)
+        if self.board is not None:
+            self.board.write(**record)
 
     def _event(self, kind: str, **facts: Any) -> None:
         if self.events is not None:

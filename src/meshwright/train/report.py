@@ -11,6 +11,8 @@ from rich.console import Console
 
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.job.job import Job
+from meshwright.ledger.ledger import Ledger
+from meshwright.ledger.render import ledger_tables
 from meshwright.recovery.launch import threads_per_rank
 from meshwright.train.one_device import one_device_tokens_per_second
 from meshwright.train.sampling import continue_prompt
@@ -46,7 +48,7 @@ def _sample(job: Job, run_dir: Path) -> str | None:
     tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     model = load_whole_model(job, checkpoint)
     numbers = continue_prompt(
-        model, tokenizer.encode(prompt), tokens=job.observe.sample_tokens, window=job.data.sequence_length
+        model, tokenizer.encode([prompt])[0].tolist(), tokens=job.observe.sample_tokens, window=job.data.sequence_length
     )
     return tokenizer.decode(numbers)
 
@@ -54,9 +56,6 @@ def _sample(job: Job, run_dir: Path) -> str | None:
 def _print(console: Console, summary: dict[str, Any], job: Job, run_dir: Path) -> None:
     ledger = run_dir / "ledger.json"
     if ledger.exists():
-        from meshwright.ledger.ledger import Ledger
-        from meshwright.ledger.render import ledger_tables
-
         for table in ledger_tables(Ledger.from_json(ledger.read_text(encoding="utf-8"))):
             console.print(table)
     if summary["sample"] is not None:
