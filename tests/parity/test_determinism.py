@@ -13,7 +13,9 @@ Ranks = Callable[[int], RankPool]
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
 
 
-def bits(ranks: Ranks, layout: str, dtype: str, global_size: int = 8) -> tuple[list[float], list[float], dict[str, bytes]]:
+def bits(
+    ranks: Ranks, layout: str, dtype: str, global_size: int = 8
+) -> tuple[list[float], list[float], dict[str, bytes]]:
     job = small_job(
         layout,
         optimizer=ADAMW,

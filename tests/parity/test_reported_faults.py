@@ -108,7 +108,9 @@ def test_all_ranks_clip_by_the_norm_of_the_whole_model(ranks: Ranks, layout: str
     assert parameter_difference(found.parameters, expected.parameters, 0.15)[0] < 1e-12
 
 
-@pytest.mark.parametrize("layout", ["pp=2 micro_batch=1", "pp=2 micro_batch=1 schedule=zbv", "dp=2 pp=2 zero=1 micro_batch=1"])
+@pytest.mark.parametrize(
+    "layout", ["pp=2 micro_batch=1", "pp=2 micro_batch=1 schedule=zbv", "dp=2 pp=2 zero=1 micro_batch=1"]
+)
 def test_tied_copies_stay_equal_for_twenty_steps(ranks: Ranks, layout: str) -> None:
     """Copies of the embedding on two stages: ``assemble`` refuses copies that differ in a bit."""
     tied = {"model": {"tied": True}}
@@ -177,7 +179,17 @@ def step_with_infinity(job: Job, bad_rank: int) -> tuple[bool, float, bool, int]
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "pp=2 micro_batch=1", "dp=2 tp=2", "dp=2 pp=2 zero=1 micro_batch=1"]
+    "layout",
+    [
+        "dp=2",
+        "dp=2 zero=1",
+        "dp=2 zero=2",
+        "dp=2 zero=3",
+        "tp=2",
+        "pp=2 micro_batch=1",
+        "dp=2 tp=2",
+        "dp=2 pp=2 zero=1 micro_batch=1",
+    ],
 )
 def test_an_infinity_on_one_rank_makes_all_ranks_skip(ranks: Ranks, layout: str) -> None:
     """One decision: nobody steps, the scale is the same everywhere (4.0 against 2.0 cannot be), nothing hangs."""

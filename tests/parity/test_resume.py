@@ -34,7 +34,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp=2", "dp=2 zero=1", "dp=4 shard=2 zero=2", "dp=4 zero=3", "tp=2", "pp=2 schedule=zbv micro_batch=1", "dp=2 tp=2", "dp=2 pp=2 zero=1 micro_batch=1"],
+    [
+        "dp=2",
+        "dp=2 zero=1",
+        "dp=4 shard=2 zero=2",
+        "dp=4 zero=3",
+        "tp=2",
+        "pp=2 schedule=zbv micro_batch=1",
+        "dp=2 tp=2",
+        "dp=2 pp=2 zero=1 micro_batch=1",
+    ],
 )
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """Stopped at the edge of warm-up, with clipping, moments and momentum on the way."""
@@ -47,7 +56,9 @@ def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, layout: str) -
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-@pytest.mark.parametrize("later", ["dp=2 zero=1", "dp=3", "dp=8 zero=3", "tp=2 pp=2 micro_batch=1", "dp=1 micro_batch=2"])
+@pytest.mark.parametrize(
+    "later", ["dp=2 zero=1", "dp=3", "dp=8 zero=3", "tp=2 pp=2 micro_batch=1", "dp=1 micro_batch=2"]
+)
 def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, later: str) -> None:
     """Moments, step counter and learning rate go along: the next losses are those of the undisturbed run."""
     job = small_job("dp=4 zero=2", **ADAMW)

@@ -53,9 +53,15 @@ def check(
 
 
 def _run(
-    job: Job, layout: str | None, matrix: str | None, self_test: bool, dtype: str | None, max_ranks: int, steps: int,
+    job: Job,
+    layout: str | None,
+    matrix: str | None,
+    self_test: bool,
+    dtype: str | None,
+    max_ranks: int,
+    steps: int,
     console: Console,
-) -> list[Parity | Found]:  # fmt: skip
+) -> list[Parity | Found]:
     results: list[Parity | Found] = []
     began = time.monotonic()
 
@@ -93,8 +99,13 @@ def _table(results: list[Parity | Found]) -> Table:
     table = Table("layout", "ranks", "what", "worst difference", "passed")
     for result in results:
         if isinstance(result, Found):
-            table.add_row(result.label, str(result.ranks), f"planted {result.planted}", "found" if result.passed else "NOT FOUND",
-                          "yes" if result.passed else "NO")  # fmt: skip
+            table.add_row(
+                result.label,
+                str(result.ranks),
+                f"planted {result.planted}",
+                "found" if result.passed else "NOT FOUND",
+                "yes" if result.passed else "NO",
+            )
         else:
             worst = max(
                 result.max_relative_parameter_difference,
@@ -102,8 +113,13 @@ def _table(results: list[Parity | Found]) -> Table:
                 result.max_relative_loss_difference,
             )
             clip = "clipped" if result.clipped else "not clipped"
-            table.add_row(result.label, str(result.ranks), f"{result.dtype} {result.optimizer}, {clip}", f"{worst:.1e}",
-                          "yes" if result.passed else "NO")  # fmt: skip
+            table.add_row(
+                result.label,
+                str(result.ranks),
+                f"{result.dtype} {result.optimizer}, {clip}",
+                f"{worst:.1e}",
+                "yes" if result.passed else "NO",
+            )
     return table
 
 

@@ -28,4 +28,6 @@ def verify(checkpoint: Annotated[Path, typer.Argument(help="A step-N folder of a
     from meshwright.checkpoint.folder import verify as verify_folder
 
     manifest = verify_folder(checkpoint)
-    print(f"{checkpoint}: step {manifest.step}, {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all as written")
+    print(
+        f"{checkpoint}: step {manifest.step}, {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all as written"
+    )

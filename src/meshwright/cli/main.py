@@ -10,8 +10,8 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import check as check_verb
-from meshwright.cli import checkpoint as checkpoint_verb
 from meshwright.cli import train as train_verb
+from meshwright.cli.checkpoint import app as checkpoint_app
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 app.command("train")(train_verb.train)
 app.command("check")(check_verb.check)
-app.add_typer(checkpoint_verb.app, name="checkpoint")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def _show_version(wanted: bool) -> None:

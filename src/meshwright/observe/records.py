@@ -18,7 +18,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _drop_cut_line(path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **record: Any) -> None:
         """Append one record; ``time`` (seconds since the epoch) is added."""

@@ -86,7 +86,9 @@ class Prover:
         """The one-device run of a request; it does not depend on the layout."""
         job = request.job
         one = job.model_copy(update={"layout": job.layout.model_copy(update={"placement": None})})
-        key = repr((job.model_spec, job.optimizer, job.precision, job.batch, request.samples, request.steps, job.train.seed))
+        key = repr(
+            (job.model_spec, job.optimizer, job.precision, job.batch, request.samples, request.steps, job.train.seed)
+        )
         if request.samples is None or key not in self._oracles:
             trace = train_one_device(
                 one,
@@ -110,12 +112,32 @@ class Prover:
             found = run_layout(self.pool(layout.ranks), request)
         except (RankFailure, ValueError) as error:
             inf = float("inf")
-            return Parity(label, str(layout), layout.ranks, dtype, optimizer.name, clipped, request.steps, inf, inf, inf,
-                          str(error).strip().splitlines()[-1][:300], False)  # fmt: skip
+            return Parity(
+                label,
+                str(layout),
+                layout.ranks,
+                dtype,
+                optimizer.name,
+                clipped,
+                request.steps,
+                inf,
+                inf,
+                inf,
+                str(error).strip().splitlines()[-1][:300],
+                False,
+            )
         return compare(
-            found, expected, label=label, layout=str(layout), ranks=layout.ranks, dtype=dtype, optimizer=optimizer.name,
-            clipped=clipped, learning_rate=optimizer.lr, bound=PARAMETER_BOUNDS[dtype, optimizer.name],
-        )  # fmt: skip
+            found,
+            expected,
+            label=label,
+            layout=str(layout),
+            ranks=layout.ranks,
+            dtype=dtype,
+            optimizer=optimizer.name,
+            clipped=clipped,
+            learning_rate=optimizer.lr,
+            bound=PARAMETER_BOUNDS[dtype, optimizer.name],
+        )
 
     def self_test(self, request: Request, label: str, kind: Plant) -> Found:
         """Plant one error under one layout: found when the proof fails."""
@@ -133,15 +155,20 @@ def case_request(job: Job, case: Case, dtype: str, optimizer: OptimizerName, ste
 
 
 def check_matrix(
-    job: Job, *, dtype: str, max_ranks: int, steps: int = 10, report: Report | None = None,
+    job: Job,
+    *,
+    dtype: str,
+    max_ranks: int,
+    steps: int = 10,
+    report: Report | None = None,
     cases: Iterable[Case] | None = None,
-) -> list[Parity]:  # fmt: skip
+) -> list[Parity]:
     """Every case of the standard set, with SGD (clipped) and AdamW (not)."""
     results = []
     with Prover() as prover:
         for case in layout_cases(max_ranks) if cases is None else cases:
             for optimizer in ("sgd", "adamw"):
-                result = prover.prove(case_request(job, case, dtype, optimizer, steps), case.label)  # type: ignore[arg-type]
+                result = prover.prove(case_request(job, case, dtype, optimizer, steps), case.label)
                 results.append(result)
                 if report:
                     report(result)

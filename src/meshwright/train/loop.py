@@ -101,9 +101,7 @@ class TrainingLoop:
             tokens_per_second=rate,
             peak_memory_bytes=peak_memory_bytes(self.trainer.device),
         )
-        self.progress.update(
-            report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate
-        )
+        self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
         return report
 
     def _check_finite(self, report: StepReport) -> None:

@@ -8,6 +8,7 @@ import time
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Loader
@@ -36,7 +37,7 @@ def one_device_tokens_per_second(job: Job, *, threads: int) -> float | None:
         }
     )
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         device = choose_device(alone)
         with Mesh(alone.layout, device.type) as mesh:

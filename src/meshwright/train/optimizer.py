@@ -99,9 +99,7 @@ class _Run:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay, applied to matrices only."""
 
-    def __init__(
-        self, owned: Sequence[Owned], *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
+    def __init__(self, owned: Sequence[Owned], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.steps = 0
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._first = [torch.zeros_like(piece.master) for piece in owned]

@@ -40,10 +40,13 @@ def _check_fresh(run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         entries = sorted(entry.name for entry in run_dir.iterdir())
     except OSError as error:
-        raise InputError(f"--out: {run_dir} cannot be used ({error.strerror}); give a directory you may write") from None
+        raise InputError(
+            f"--out: {run_dir} cannot be used ({error.strerror}); give a directory you may write"
+        ) from None
     if entries:
         raise InputError(
-            f"--out: {run_dir} is not empty (it has {entries[0]}); give a new directory, or --resume to go on with that run"
+            f"--out: {run_dir} is not empty (it has {entries[0]}); "
+            "give a new directory, or --resume to go on with that run"
         )
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise InputError(f"--out: {run_dir} is not writable; give a directory you may write")
@@ -57,6 +60,7 @@ def _check_resumable(job: Job, run_dir: Path) -> None:
     for field in type(now).model_fields:
         if field != "name" and getattr(before, field) != getattr(now, field):
             raise InputError(
-                f"--resume: model.{field} is {getattr(now, field)} in this job but {getattr(before, field)} in {run_dir}; "
+                f"--resume: model.{field} is {getattr(now, field)} in this job but "
+                f"{getattr(before, field)} in {run_dir}; "
                 "resume with the model the run began with, or start a new run"
             )

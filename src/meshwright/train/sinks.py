@@ -31,17 +31,17 @@ class TensorBoard:
             raise InputError(
                 "observe.tensorboard = true needs the package tensorboard; pip install 'meshwright[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, **record: Any) -> None:
         """Numbers become scalars; the rest is left to ``metrics.jsonl``."""
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
