@@ -79,13 +79,15 @@ class FailingDisk(Disk):
     """A disk on which operation number ``fail_at`` does not succeed.
 
     ``"kill"``: the process dies in it, half-way; ``"power"``: the machine does, and what was not synced is
-    cut short; ``"full"``: the disk is full from then on.
+    lost (contents cut short, names gone, renames undone); ``"full"``: the disk is full from then on.
     """
 
     def __init__(self, fail_at: int | None = None, how: str = "kill") -> None:
         self.fail_at, self.how = fail_at, how
         self.operations: list[str] = []
-        self._unsynced: set[Path] = set()
+        self._contents: set[Path] = set()  # files, names and renames that are not on the medium yet
+        self._names: set[Path] = set()
+        self._renames: list[tuple[Path, Path]] = []
         self._lock = threading.Lock()
 
     def _fails(self, operation: str) -> bool:
@@ -100,11 +102,20 @@ class FailingDisk(Disk):
         if self.how == "full":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         if self.how == "power":
-            for file in list(self._unsynced):
-                if file.exists():
-                    with file.open("r+b") as opened:
-                        opened.truncate(file.stat().st_size // 2)
+            with self._lock:
+                self._lose_what_is_not_synced()
         raise Killed
+
+    def _lose_what_is_not_synced(self) -> None:
+        for file in self._contents:
+            if file.exists():
+                with file.open("r+b") as opened:
+                    opened.truncate(file.stat().st_size // 2)
+        for file in self._names:
+            file.unlink(missing_ok=True)
+        for source, target in reversed(self._renames):
+            if target.exists():
+                target.rename(source)
 
     def make_folder(self, path: Path) -> None:
         if self._fails("make_folder"):
@@ -114,7 +125,9 @@ class FailingDisk(Disk):
     def create(self, path: Path) -> BinaryIO:
         if self._fails("create"):
             self._fail(path)
-        self._unsynced.add(path)
+        with self._lock:
+            self._contents.add(path)
+            self._names.add(path)
         return super().create(path)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
@@ -128,17 +141,26 @@ class FailingDisk(Disk):
         if self._fails("sync_file"):
             self._fail(Path(file.name))
         super().sync_file(file)
-        self._unsynced.discard(Path(file.name))
+        with self._lock:
+            self._contents.discard(Path(file.name))
 
     def sync_folder(self, path: Path) -> None:
         if self._fails("sync_folder"):
             self._fail(path)
         super().sync_folder(path)
+        with self._lock:
+            self._names -= {name for name in self._names if name.parent == path}
+            self._renames = [(source, target) for source, target in self._renames if target.parent != path]
 
     def rename(self, source: Path, target: Path) -> None:
         if self._fails("rename"):
             self._fail(source)
         super().rename(source, target)
+        self._renames.append((source, target))
+        for waiting in (self._contents, self._names):
+            for file in [file for file in waiting if file.parent == source]:
+                waiting.remove(file)
+                waiting.add(target / file.name)
 
     def remove(self, path: Path) -> None:
         if self._fails("remove"):
