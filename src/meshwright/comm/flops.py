@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.comm.phase import current_phase, in_backward
 from meshwright.ledger.ledger import Computes
@@ -156,35 +155,41 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tupl
     return None
 
 
-class AttentionCalls(TorchFunctionMode):
-    """Tells ``flops`` of every ``F.scaled_dot_product_attention`` that runs without a kernel."""
+@contextmanager
+def attention_calls(flops: Flops) -> Iterator[None]:
+    """While active, ``flops`` learns of every ``F.scaled_dot_product_attention`` that runs without a kernel.
 
-    def __init__(self, flops: Flops) -> None:
-        super().__init__()
-        self._flops = flops
+    The function is replaced: a ``TorchFunctionMode`` would not see recomputation inside ``backward``.
+    """
+    original = F.scaled_dot_product_attention
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func``, counted if it is attention."""
-        kwargs = kwargs or {}
-        flops = self._flops
-        if func is not F.scaled_dot_product_attention or flops.inside_attention:
-            return func(*args, **kwargs)
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        query, key, value, mask = _attention_arguments(args, kwargs)
         flops.inside_attention, flops.kernel_ran = True, False
+        count = 0
         try:
-            output: Tensor = func(*args, **kwargs)
+            output: Tensor = original(*args, **kwargs)
         finally:
+            # Recomputation may break off inside, once it has all that backward needs.
             flops.inside_attention = False
-        if not flops.kernel_ran:
-            names = ("query", "key", "value", "attn_mask")
-            values = dict(zip(names, args, strict=False)) | kwargs
-            query, key, value = (values[name] for name in names[:3])
-            count = flops.attention(query, key, values.get("attn_mask"))
-            if output.requires_grad:
-                _mark(output, (query, key, value))
-                output.register_hook(lambda _gradient: flops.attention_backward(count))  # type: ignore[no-untyped-call]
+            if not flops.kernel_ran:
+                count = flops.attention(query, key, mask)
+        if count and output.requires_grad:
+            _mark(output, (query, key, value))
+            output.register_hook(lambda _gradient: flops.attention_backward(count))  # type: ignore[no-untyped-call]
         return output
+
+    F.scaled_dot_product_attention = counted
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    names = ("query", "key", "value", "attn_mask")
+    values = dict(zip(names, args, strict=False)) | kwargs
+    return values["query"], values["key"], values["value"], values.get("attn_mask")
 
 
 def _notes(node: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.flops import AttentionCalls, Flops, windows_of_modules
+from meshwright.comm.flops import Flops, attention_calls, windows_of_modules
 from meshwright.comm.phase import current_phase, phase
 from meshwright.comm.storages import Storages
 from meshwright.comm.timeline import Timeline, active_timeline, blocked, span
@@ -55,7 +55,7 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(_uncollected())
             stack.enter_context(_watched_resize(self.storages))
             stack.enter_context(windows_of_modules(self.flops))
-            stack.enter_context(AttentionCalls(self.flops))
+            stack.enter_context(attention_calls(self.flops))
             activate(self.traffic)
             stack.callback(activate, None)
             stack.callback(self.storages.stop)
