@@ -44,7 +44,7 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
     settings: dict[str, Any] = (
         {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": 0.5}
         if optimizer == "sgd"
-        else {"name": "adamw", "lr": 2e-3, "eps": 1e-6, "momentum": 0.0, "weight_decay": 0.1, "clip_norm": None}
+        else {"name": "adamw", "lr": 1e-3, "eps": 1e-5, "momentum": 0.0, "weight_decay": 0.1, "clip_norm": None}
     )
     settings.update(schedule="constant", warmup_steps=0)
     changed = job.model_copy(

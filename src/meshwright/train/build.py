@@ -53,6 +53,9 @@ def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool =
         if not abstract:
             _fill(module, job)
         apply_recompute(module, layout.stage_recompute(stage))
+        if job.train.compile:
+            for block in module.layers.values():
+                block.compile()
         stages[stage] = module
     return stages
 
