@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from meshwright.prove.pool import RankPool
+
+# A drawn case may be slow on a busy machine, and the suite draws the same cases every time.
+settings.register_profile("meshwright", deadline=None, derandomize=True)
+settings.load_profile("meshwright")
 
 
 @pytest.fixture(scope="session")

@@ -400,8 +400,7 @@ def _count(tmp_path: Path, size: int, **more: Any) -> int:
 
 
 @pytest.mark.parametrize("how", ["kill", "power"])
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize(("size", "keep"), [(1, None), (2, 1)])
 def test_death_at_any_point_leaves_this_step_or_the_one_before(
     tmp_path: Path, how: str, size: int, keep: int | None
 ) -> None:
