@@ -43,7 +43,13 @@ def physical_shapes(spec: ModelSpec, layer: int | None) -> list[tuple[int, ...]]
     if layer is None:
         return [shape for _, shape in [*spec.embedding_parameters(), *spec.head_parameters()]]
     shapes = dict(spec.layer_parameters(layer))
-    fused = {"attention.q": "qkv", "attention.k": "qkv", "attention.v": "qkv", "mlp.gate": "gate_up", "mlp.up": "gate_up"}
+    fused = {
+        "attention.q": "qkv",
+        "attention.k": "qkv",
+        "attention.v": "qkv",
+        "mlp.gate": "gate_up",
+        "mlp.up": "gate_up",
+    }
     rows: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         key = fused.get(name.split(".", 2)[2].rpartition(".")[0], name)
@@ -80,7 +86,7 @@ def test_zero_3_on_four_ranks_by_hand(ranks: Ranks) -> None:
 
 
 def test_replicated_state_by_hand(ranks: Ranks) -> None:
-    """All of it on each rank: 4 bytes a value for parameters and gradients, 8 for the moments; dp reduces once a step."""
+    """All of it on each rank: 4 bytes a value for parameters and gradients, 8 for moments; dp reduces once a step."""
     job = small_job("dp=2 micro_batch=2", **ADAMW)
     count = job.model_spec.parameter_count
     for entry in ledger_of(ranks, job).ranks:
@@ -92,7 +98,8 @@ def test_replicated_state_by_hand(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2", "dp=2 zero=3", "tp=2 micro_batch=4", "pp=2 micro_batch=1", "dp=2 tp=2", "pp=2 schedule=zbv micro_batch=1"]
+    "layout",
+    ["dp=2", "dp=2 zero=3", "tp=2 micro_batch=4", "pp=2 micro_batch=1", "dp=2 tp=2", "pp=2 schedule=zbv micro_batch=1"],
 )
 def test_flops_by_hand_and_parts_that_sum_to_the_wall(ranks: Ranks, layout: str) -> None:
     job = small_job(layout, **ADAMW)
@@ -108,7 +115,7 @@ def test_flops_by_hand_and_parts_that_sum_to_the_wall(ranks: Ranks, layout: str)
     for entry in ledger.ranks:
         spends = entry.spends
         assert spends is not None
-        assert spends.total == pytest.approx(spends.wall, rel=0.02)
+        assert spends.sum == pytest.approx(spends.wall, rel=0.02)
         assert spends.compute["forward"] > 0
 
 

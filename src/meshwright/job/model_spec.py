@@ -21,26 +21,43 @@ class ModelSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = "custom"
+    """What messages call it."""
     vocabulary: PositiveInt
+    """Rows of the embedding, and of the head."""
     hidden: PositiveInt
+    """Width of the residual stream."""
     layers: PositiveInt
+    """Transformer blocks."""
     heads: PositiveInt
+    """Query heads."""
     kv_heads: PositiveInt = 0  # 0: as many as heads, filled in below
+    """Key and value heads, shared by groups of query heads; 0: as many as ``heads``."""
     head_size: PositiveInt = 0  # 0: hidden // heads, filled in below
+    """Width of one head; 0: ``hidden / heads``."""
     ffn_hidden: PositiveInt
+    """Width inside the MLP."""
     max_positions: PositiveInt = 131072
+    """Longest sequence; rows of the learned position table."""
     positions: Literal["learned", "rope"] = "rope"
+    """Added to the embedding (GPT-2), or rotations of q and k (Llama)."""
     rope_theta: _Positive = 10000.0
+    """Base of the rotary frequencies."""
     rope_scaling: Annotated[tuple[float, float, float, float], Field(strict=False)] | None = None
     """Llama-3.1 frequency scaling: factor, low_freq_factor, high_freq_factor, original_max_positions."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    """What stands before attention, before the MLP and at the end."""
     norm_eps: _Positive = 1e-5
+    """Added to the variance."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "silu"
+    """Inside the MLP."""
     gated: bool = True
     """SwiGLU-style MLP: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
     qkv_bias: bool = False
+    """Biases on the q, k and v projections."""
     output_bias: bool = False
+    """Bias on the projection out of attention."""
     mlp_bias: bool = False
+    """Biases on the MLP's projections."""
     qk_norm: bool = False
     """RMSNorm over each head of q and k before the rotation (Qwen3)."""
     tied: bool = False
@@ -52,12 +69,15 @@ class ModelSpec(BaseModel):
     dropout: float = 0.0
     """On the embedding output and on each residual branch."""
     attention_dropout: float = 0.0
+    """On the attention weights."""
     init_std: _Positive = 0.02
+    """Standard deviation of initial weights."""
     residual_init_scale: bool = True
     """Projections into the residual stream start at ``init_std / sqrt(2 * layers)`` (GPT-2)."""
     experts: NonNegativeInt = 0
     """Number of experts per layer; 0 for a dense model. Expert models can be planned, not trained."""
     experts_per_token: NonNegativeInt = 0
+    """Experts that each token goes to."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,7 +88,7 @@ class ModelSpec(BaseModel):
         heads, hidden = values.get("heads"), values.get("hidden")
         if not values.get("kv_heads"):
             values["kv_heads"] = heads
-        if not values.get("head_size") and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        if not values.get("head_size") and isinstance(heads, int) and isinstance(hidden, int) and heads > 0 < hidden:
             if hidden % heads:
                 raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}; give head_size or change one")
             values["head_size"] = hidden // heads

@@ -115,7 +115,12 @@ class Launch:
         return folder.absolute()
 
     def _variables(self, logs: Path) -> dict[str, str]:
-        defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+        defaults = {
+            "OMP_NUM_THREADS": str(threads_per_rank(self.ranks)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Large buffers come and go every micro-batch: huge pages save most of their page faults.
+            "THP_MEM_ALLOC_ENABLE": "1",
+        }
         mine = {LAUNCHER_VARIABLE: str(os.getpid()), RECORDS_VARIABLE: str(logs)}
         return {name: os.environ.get(name, value) for name, value in defaults.items()} | mine | dict(self.environment)
 

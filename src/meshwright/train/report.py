@@ -36,8 +36,21 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     temporary = run_dir / ".summary.json.partial"
     temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, run_dir / "summary.json")
-    _print(console, summary, job, run_dir)
+    ledger = _complete_ledger(run_dir, rate, alone)
+    _print(console, summary, job, run_dir, ledger)
     return summary
+
+
+def _complete_ledger(run_dir: Path, rate: float | None, alone: float | None) -> Ledger | None:
+    """``ledger.json`` with the speed of the run beside it; None where no step was recorded."""
+    path = run_dir / "ledger.json"
+    if not path.exists():
+        return None
+    ledger = Ledger.from_json(path.read_text(encoding="utf-8")).with_rates(rate, alone)
+    temporary = run_dir / ".ledger.json.partial"
+    temporary.write_text(ledger.to_json(), encoding="utf-8")
+    os.replace(temporary, path)
+    return ledger
 
 
 def _sample(job: Job, run_dir: Path) -> str | None:
@@ -53,11 +66,9 @@ def _sample(job: Job, run_dir: Path) -> str | None:
     return tokenizer.decode(numbers)
 
 
-def _print(console: Console, summary: dict[str, Any], job: Job, run_dir: Path) -> None:
-    ledger = run_dir / "ledger.json"
-    if ledger.exists():
-        for table in ledger_tables(Ledger.from_json(ledger.read_text(encoding="utf-8"))):
-            console.print(table)
+def _print(console: Console, summary: dict[str, Any], job: Job, run_dir: Path, ledger: Ledger | None) -> None:
+    for table in ledger_tables(ledger) if ledger is not None else ():
+        console.print(table)
     if summary["sample"] is not None:
         console.print(f"[bold]sample[/] (after {job.observe.sample_prompt!r}):")
         console.print(str(job.observe.sample_prompt) + summary["sample"], highlight=False, markup=False)
