@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from meshwright.prove.check import Prover, case_request
 from meshwright.prove.layout_run import Request
 from meshwright.prove.matrix import SCHEDULES, Case, layout_cases, self_test_cases
 from meshwright.prove.planted import PLANTS
+from meshwright.prove.pool import RankPool
 from tests.small_jobs import request, small_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -28,9 +29,8 @@ def job() -> Job:
 
 
 @pytest.fixture(scope="module")
-def prover() -> Iterator[Prover]:
-    with Prover() as started:
-        yield started
+def prover(ranks: Callable[[int], RankPool]) -> Prover:
+    return Prover(ranks)
 
 
 @pytest.mark.parametrize(("number", "case"), CASES, ids=[case.label for _, case in CASES])

@@ -65,9 +65,14 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
 
 
 class Prover:
-    """Holds the pools of ranks and the one-device runs, so that neither is made twice."""
+    """Holds the pools of ranks and the one-device runs, so that neither is made twice.
 
-    def __init__(self) -> None:
+    Args:
+        pools: gives the pool of a number of ranks, and closes it; absent: the prover's own.
+    """
+
+    def __init__(self, pools: Callable[[int], RankPool] | None = None) -> None:
+        self._given = pools
         self._pools: dict[int, RankPool] = {}
         self._oracles: dict[str, Trace] = {}
 
@@ -80,7 +85,7 @@ class Prover:
 
     def pool(self, size: int) -> RankPool:
         """The pool of ``size`` ranks; idle larger ones are kept."""
-        return self._pools.setdefault(size, RankPool(size))
+        return self._given(size) if self._given else self._pools.setdefault(size, RankPool(size))
 
     def oracle(self, request: Request) -> Trace:
         """The one-device run of a request; it does not depend on the layout."""
