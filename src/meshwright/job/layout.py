@@ -29,14 +29,21 @@ class Layout(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dp: PositiveInt = 1
+    """Data-parallel ranks: each computes other sequences of the global batch."""
     shard: PositiveInt | None = None
     """How many of the dp ranks share one copy of the sharded state; absent: all of them."""
     zero: Literal[0, 1, 2, 3] = 0
+    """What the dp ranks share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     tp: PositiveInt = 1
+    """Ranks that split every matrix, with sequence parallel between the matrices."""
     pp: PositiveInt = 1
+    """Ranks that hold consecutive layers."""
     cp: PositiveInt = 1
+    """Ranks that split a sequence; not built yet, so 1."""
     ep: PositiveInt = 1
+    """Ranks that share out experts; not built yet, so 1."""
     schedule: Schedule = "1f1b"
+    """In which order a pipeline rank runs forward and backward of micro-batches."""
     virtual: PositiveInt | None = None
     """Stages per pipeline rank; absent: 1, or 2 for the looped and V schedules."""
     micro_batch: PositiveInt | None = None
@@ -46,6 +53,7 @@ class Layout(BaseModel):
     stages: _Counts | None = None
     """Layers of each pipeline stage, in stage order; absent: as even as possible."""
     placement: _Counts | None = None
+    """Which global rank stands at each grid position, in row-major order; absent: their own order."""
 
     @property
     def ranks(self) -> int:

@@ -32,7 +32,9 @@ class ModelSection(ModelSpec):
     """
 
     preset: str | None = None
+    """A well-known shape, such as ``llama3-8b`` or ``gpt2``."""
     hf: str | None = None
+    """A Hugging Face folder or its config.json, read for the shape alone."""
     init_from: str | None = None
     """A Hugging Face folder whose weights training starts from; absent: from scratch."""
 
@@ -74,6 +76,7 @@ class DataSection(Section):
     sequence_length: PositiveInt
     """Tokens per sample that the model sees."""
     packing: Literal["stream", "best-fit"] = "stream"
+    """``stream``: documents end to end, cut into samples; ``best-fit``: whole documents together, the rest padded."""
     document_mask: bool = False
     """Tokens attend only inside their own document, and positions restart there."""
     format: Literal["auto", "text", "jsonl", "parquet", "megatron"] = "auto"
@@ -83,6 +86,7 @@ class DataSection(Section):
     end_token: str | None = None
     """The end-of-document token of a tokenizer.json; absent: ``<|endoftext|>``, ``</s>`` and the like."""
     text_field: str = "text"
+    """JSONL and Parquet: the field that holds the text."""
     prompt_field: str | None = None
     """JSONL field put before the text and masked from the loss."""
     cache: str = ".cache"
@@ -105,15 +109,23 @@ class OptimizerSection(Section):
     """[optimizer]: the update and its learning-rate schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
+    """The update rule."""
     lr: NonNegative = 3e-4
+    """Peak learning rate."""
     weight_decay: NonNegative = 0.0
+    """Of matrices; norms and biases have none."""
     betas: Annotated[tuple[Below1, Below1], Field(strict=False)] = (0.9, 0.95)
+    """adamw: decay of the first and the second moment."""
     eps: Positive = 1e-8
+    """adamw: added to the root of the second moment."""
     momentum: Below1 = 0.0
+    """sgd only."""
     clip_norm: Positive | None = None
     """Largest global gradient norm; absent: no clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """How the rate goes from ``lr`` to ``lr * min_lr_ratio`` after the warm-up."""
     warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from zero."""
     decay_steps: PositiveInt | None = None
     """Steps over which the rate falls; absent: the rest of the run (wsd: its last fifth)."""
     min_lr_ratio: Fraction = 0.0
@@ -124,12 +136,15 @@ class TrainSection(Section):
     """[train]: how long, from which seed, under which guarantees."""
 
     steps: PositiveInt = 1000
+    """Optimizer steps in all."""
     eval_every: PositiveInt | None = None
     """Steps between validations; absent: only at the end."""
     seed: NonNegativeInt = 0
+    """Of initial weights, dropout and the order of samples."""
     deterministic: bool = False
     """Bits do not depend on dp, and two runs are bit-equal."""
     compile: bool = False
+    """``torch.compile`` each transformer block."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What all ranks do when the loss or a gradient is not finite."""
 
@@ -138,6 +153,7 @@ class PrecisionSection(Section):
     """[precision]: the type of forward and backward; 16-bit types keep float32 masters."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Of forward and backward; masters, gradients and reductions are float32 at least."""
     loss_scale_initial: Positive = 65536.0
     """float16 only."""
     loss_scale_growth_interval: PositiveInt = 2000
@@ -148,9 +164,11 @@ class ClusterSection(Section):
     """[cluster]: what it runs on."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: CUDA where there is one."""
     ranks: PositiveInt | None = None
     """Ranks to start; absent: as many as the layout takes."""
     memory_per_rank_bytes: PositiveInt | None = None
+    """What a rank may use; absent: its share of what is free. A layout whose state needs more is refused."""
 
 
 class MemorySection(Section):
@@ -166,6 +184,7 @@ class CheckpointSection(Section):
     every: PositiveInt | None = None
     """Steps between checkpoints; absent: only at the end."""
     keep: PositiveInt = 2
+    """Newest checkpoints that stay."""
 
 
 class ObserveSection(Section):
@@ -174,7 +193,9 @@ class ObserveSection(Section):
     sample_prompt: str | None = None
     """Text to continue after training."""
     sample_tokens: PositiveInt = 64
+    """Tokens of that continuation."""
     tensorboard: bool = False
+    """Also write TensorBoard events (the ``tensorboard`` extra)."""
     ledger_step: PositiveInt = 3
     """First step that the ledger records (steps count from 1)."""
     one_device_steps: NonNegativeInt = 3
