@@ -237,6 +237,10 @@ class Bucket:
         if self.copies.shard is not None:
             yield pending(all_gather(self.working, chunk, self.copies.shard, asynchronous=True))
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """The gradient buffer and, in deterministic mode, the accumulator."""
+        return [self.gradient] if self._accumulator is None else [self.gradient, self._accumulator]
+
     def owned(self, counts: Callable[[str], bool], tp_replicated: Callable[[str], bool]) -> Iterator[Owned]:
         """The ranges of my chunk, cut where my piece starts and stops so that each is counted on one dp rank."""
         cuts = (self.chunk_start, self.piece_start, self.piece_stop, self.chunk_stop)

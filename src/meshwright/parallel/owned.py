@@ -73,6 +73,9 @@ class DataParallel(Protocol):
     def owned(self) -> list[Owned]:
         """What this rank updates, in a fixed order; the same list every time."""
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """All memory held for gradients from step to step: more than the owned ranges where those are parts of it."""
+
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
 

@@ -92,6 +92,10 @@ class BucketedDataParallel:
         """See ``DataParallel.owned``: bucket by bucket, so neighbours in the list are neighbours in memory."""
         return self._owned
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """See ``DataParallel.gradient_buffers``."""
+        return [buffer for bucket in self.buckets for buffer in bucket.gradient_buffers()]
+
     def begin_step(self) -> None:
         """See ``DataParallel.begin_step``; nothing is zeroed, the first gradient of each parameter is copied."""
         self._ending.clear()

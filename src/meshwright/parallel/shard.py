@@ -1,19 +1,23 @@
 """ZeRO: the dp ranks divide the optimizer state (1), the gradients too (2), the parameters too (3).
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020. With N
-parameters in 16-bit training (2 bytes; gradients, masters and both AdamW moments in float32), s ranks that
-share one copy:
+parameters in 16-bit training (2 bytes each; gradients, masters and both AdamW moments in float32) and s ranks
+that share one copy:
 
-    bytes per rank    parameters   gradients   masters and moments
-    replicated            2 N          4 N          12 N
-    ZeRO-1                2 N          4 N          12 N / s
-    ZeRO-2                2 N *        4 N / s      12 N / s         * gathered once a step, freed at its end
-    ZeRO-3                2 N / s **   4 N / s      12 N / s         ** in the masters; gathered block by block
+    bytes per rank    parameters              gradients    masters and moments
+    replicated        2 N                     4 N          12 N
+    ZeRO-1            2 N                     4 N          12 N / s
+    ZeRO-2            2 N, during a step      4 N / s      12 N / s
+    ZeRO-3            2 (B + E), meanwhile    4 N / s      12 N / s      B: a block or two, E: what is in no block
 
-    sent per rank and step, of k micro-batches, in units of (s-1)/s:
-    ZeRO-1    gradients 4 N, parameters 2 N
-    ZeRO-2    gradients 4 N k, parameters 2 N
-    ZeRO-3    gradients 4 N k, parameters 4 N k - 2 (outside the blocks) k
+    sent per rank and step of k micro-batches, in units of (s - 1) / s bytes
+    ZeRO-1            gradients 4 N           parameters 2 N
+    ZeRO-2            gradients 4 N k         parameters 2 N
+    ZeRO-3            gradients 4 N k         parameters (4 N - 2 E) k; without pipeline (4 N - 2 E - 2 L) k, L: the
+                                              last block, kept from its forward to its backward
+
+In float32 the parameters of replicated and ZeRO-1 are the masters. Each FSDP2 group (ZeRO-2, 3) pads every
+parameter to a multiple of s rows, each bucket (ZeRO-1) all of its parameters to a multiple of dp elements.
 
 ZeRO-1 is ``BucketedDataParallel`` on ``Copies`` with shards: the buckets' reduce-scatter stops at the owner,
 who updates its chunk and gathers it for all in ``publish``.
@@ -185,6 +189,10 @@ class _Reduction(ReduceScatter):
             piece.copy_(self._piece)
         yield pending(all_gather(self._whole, piece, self.copies.copy, asynchronous=True))
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """The accumulator and, in deterministic mode with copies, my piece of the sum over all ranks."""
+        return [self._whole] if self._piece is None else [self._whole, self._piece]
+
     def owned(self, uncounted: frozenset[str], tp_replicated: frozenset[str]) -> Iterator[Owned]:
         """My rows of each parameter, in as many ranges as there are copies; each copy counts another one."""
         mine = 0 if self.copies.copy is None else self.copies.copy.rank()
@@ -284,6 +292,15 @@ class ShardedDataParallel:
     def owned(self) -> list[Owned]:
         """See ``DataParallel.owned``: in the order of the accumulators."""
         return self._owned
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """See ``DataParallel.gradient_buffers``: the accumulators."""
+        return [
+            buffer
+            for reductions in self._reductions.values()
+            for reduction in reductions
+            for buffer in reduction.gradient_buffers()
+        ]
 
     def begin_step(self) -> None:
         """See ``DataParallel.begin_step``; nothing is zeroed, the first gradients of a step replace the last ones."""

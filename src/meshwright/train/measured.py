@@ -19,7 +19,7 @@ def instruments_for(trainer: Trainer) -> Instruments:
     modules = trainer.stages.values()
     instruments.register([parameter for module in modules for parameter in module.parameters()], "parameters")
     instruments.register([piece.master for piece in trainer.owned], "parameters")
-    instruments.register([piece.gradient for piece in trainer.owned], "gradients")
+    instruments.register(trainer.data_parallel.gradient_buffers(), "gradients")
     moments = trainer.optimizer.state().values()
     instruments.register([tensor for tensors in moments for tensor in tensors], "optimizer")
     return instruments
