@@ -59,7 +59,8 @@ class TensorPartition(Partition):
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``[tokens, in/t] -> [tokens/t, out]``: ``weight`` ``[out, in/t]``; the whole ``bias`` is added once."""
-        result: Tensor = _Row.apply(x, weight, bias, self.group)  # type: ignore[no-untyped-call]
+        x = _Keep.apply(x, weight.detach())  # type: ignore[no-untyped-call]
+        result: Tensor = _Row.apply(x, weight, bias, self.group, x.grad_fn)  # type: ignore[no-untyped-call]
         return result
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -203,20 +204,40 @@ class _Column(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class _Row(torch.autograd.Function):
-    """``Y = scatter(sum_r X_r W_r^T) + b``."""
+class _Keep(torch.autograd.Function):
+    """Saves what ``_Row`` needs in backward, before it runs: autograd saves what a function asks for after it.
+
+    A recomputed layer ends with a row-split product whose result nobody needs, and recomputation stops as soon as
+    everything is saved. So neither the product nor its exchange runs again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Row(torch.autograd.Function):
+    """``Y = scatter(sum_r X_r W_r^T) + b``; ``keep`` is the node that saved X and W, None if X needs no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, keep: Any
+    ) -> Tensor:
+        if keep is None:
+            ctx.save_for_backward(x, weight)
+        ctx.group, ctx.keep = group, keep
         kept, departure = _start_multiply_and_scatter(x, weight.t(), group)
         departure.wait()
         return kept if bias is None else kept.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = (ctx if ctx.keep is None else ctx.keep).saved_tensors
         mine = gradients[0]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0] and wants.inputs:
@@ -228,7 +249,7 @@ class _Row(torch.autograd.Function):
             grad_weight = gradient.t() @ x
         if ctx.needs_input_grad[2] and wants.weights:
             grad_bias = mine.sum(0)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Embed(torch.autograd.Function):
