@@ -43,11 +43,11 @@ class RecordingGroup(dist.ProcessGroup):
         self.inner = dist.ProcessGroup(store, rank, size)
         self.inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self.inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.inner._set_group_name(f"inner of {id(self)}")
 
     # A group without registered backends has nowhere to keep its name.
     def _set_group_name(self, name: str) -> None:
         self._name = name
+        self.inner._set_group_name(name)
 
     @property
     def group_name(self) -> str:
