@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.record import TrafficRecorder
 from meshwright.data.batch import Batch
 from meshwright.job.layout import Layout
 from meshwright.job.model_spec import ModelSpec
@@ -234,10 +235,10 @@ def sum_replicated(model: StageModel, mesh: Mesh) -> None:
     reduce_replicated_gradients(owned, mesh)
 
 
-def compare_gradients(model: StageModel, reference: StageModel) -> dict[str, float]:
+def compare_gradients(model: StageModel, reference: StageModel, floor: float = 1e-4) -> dict[str, float]:
     """Relative to the tensor's largest gradient, or to terms that cancel in it (a key bias has none)."""
     whole = {name: value for name, (_, value) in gradients_of(reference).items()}
-    floor = 1e-4 * float(torch.cat([value.reshape(-1) for value in whole.values()]).norm())
+    floor *= float(torch.cat([value.reshape(-1) for value in whole.values()]).norm())
     return {
         name: float((value - segment.cut(whole[name])).abs().max()) / max(float(whole[name].abs().max()), floor)
         for name, (segment, value) in gradients_of(model).items() if value.numel()
@@ -318,6 +319,81 @@ def test_split_backward_gives_the_same_gradients(ranks: Ranks, name: str) -> Non
     for result in ranks(2).run(split_backward, 2, spec, 2, 24):
         assert not beyond(result["worst"])
         assert result["early"] == []
+
+
+# -- what is sent ---------------------------------------------------------------------------------------
+
+
+def traffic(degree: int, spec: ModelSpec, rows: int, sequence: int, split: bool) -> dict[str, int]:
+    """Payload bytes by operation, phase and part of the middle of a network, without embedding and loss."""
+    batch = batch_of(rows, sequence, packed=False)
+    with partition_of(degree) as (mesh, tp):
+        model = StageModel(spec, range(spec.layers), False, False, tp)
+        initialise(model, 3)
+        hidden = leaf(tp.my_tokens(random(13, rows * sequence, spec.hidden).float()))
+        parts: dict[str, TrafficRecorder] = {}
+        with TrafficRecorder(mesh.axis_of) as parts["forward"]:
+            out = model(hidden, batch)
+        gradient = torch.ones_like(out)
+        if split:
+            with TrafficRecorder(mesh.axis_of) as parts["input"], backward_part(inputs=True, weights=False):
+                _, groups = stage_backward_input([out], [gradient], [hidden], iter(model.parameters()))
+            with TrafficRecorder(mesh.axis_of) as parts["weight"], backward_part(inputs=False, weights=True):
+                stage_backward_weight(iter(model.parameters()), groups)
+        else:
+            with TrafficRecorder(mesh.axis_of) as parts["backward"]:
+                out.backward(gradient)
+        return {
+            f"{part} {send.operation}": send.payload for part, recorder in parts.items() for send in recorder.sends
+        }
+
+
+@pytest.mark.parametrize(("rows", "sequence"), [(2, 24), (4, 128)])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_sends_what_the_formula_says(ranks: Ranks, degree: int, rows: int, sequence: int) -> None:
+    """An all-gather's payload is one rank's part, a reduce-scatter's the whole."""
+    whole = 4 * rows * sequence * LLAMA.hidden * LLAMA.layers
+    part = whole // degree
+    for sends in ranks(degree).run(traffic, degree, LLAMA, rows, sequence, False):
+        assert sends == {
+            "forward all_gather": 2 * part, "forward reduce_scatter": 2 * whole,
+            "backward all_gather": 4 * part, "backward reduce_scatter": 2 * whole,
+        }  # fmt: skip
+    for sends in ranks(degree).run(traffic, degree, LLAMA, rows, sequence, True):
+        # the row-split products' output gradient is gathered for either part: keeping it would cost memory
+        assert sends == {
+            "forward all_gather": 2 * part, "forward reduce_scatter": 2 * whole,
+            "input all_gather": 2 * part, "input reduce_scatter": 2 * whole,
+            "weight all_gather": 4 * part,
+        }  # fmt: skip
+
+
+# -- 16 and 32 bits -------------------------------------------------------------------------------------
+
+
+def low_precision(dtype: torch.dtype) -> dict[str, float]:
+    """Distance from float64 on one device: of one device in ``dtype``, and of two ranks in it."""
+    batch = batch_of(4, 64, packed=True)
+    spec, divisor = MODELS["biases"], float(batch.valid_tokens)
+    exact = model_of(spec, Partition())
+    exact.loss(None, batch, divisor).backward()
+    found = {}
+    with partition_of(2) as (mesh, tp):
+        for name, partition in (("one", Partition()), ("two", tp)):
+            model = model_of(spec, partition).to(dtype)
+            model.loss(None, batch, divisor).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None and parameter.grad.dtype == dtype
+            if partition is tp:
+                sum_replicated(model, mesh)
+            found[name] = max(compare_gradients(model, exact, floor=1e-2).values())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_as_good_as_on_one_device(ranks: Ranks, dtype: torch.dtype) -> None:
+    for found in ranks(2).run(low_precision, dtype):
+        assert 0 < found["two"] <= 2 * found["one"] + torch.finfo(dtype).eps
 
 
 def test_batch_helper_masks_what_it_says() -> None:

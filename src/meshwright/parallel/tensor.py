@@ -16,6 +16,8 @@ each of ``tokens * hidden`` elements, (t-1)/t of which a rank sends. They travel
 need them: a gather under the product of this rank's own tokens, a reduce-scatter under the product of the tokens this
 rank keeps (the others' are computed first) and, in backward, under the weight gradient.
 
+Schedules that take input and weight gradients apart gather dY of a row-split product once for either part.
+
 The embedding and the output head are split by vocabulary rows; the loss never sees whole logits, only three numbers a
 token from each rank: maximum, sum of exponentials, target's logit.
 
