@@ -409,6 +409,22 @@ def test_takes_gradients_that_called_no_hook(ranks: Ranks, zero: int) -> None:
             assert abs(gradient - gradients[name][start : start + gradient.size].numpy()).max() <= 1e-12
 
 
+def beside_an_empty_stage(layout: Layout) -> list[Any]:
+    module = net()
+    with Mesh(layout) as mesh:
+        stages = {0: module, 1: nn.Identity()}
+        data_parallel = make_data_parallel(stages, layout=layout, mesh=mesh, dtype=torch.float64)
+        run_step(data_parallel, module, 0, 1, layout.dp)
+        data_parallel.publish()
+        return [piece.parameter for piece in data_parallel.owned()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_stage_may_hold_nothing(ranks: Ranks, zero: int) -> None:
+    for names in ranks(2).run(beside_an_empty_stage, Layout(dp=2, zero=zero)):
+        assert names and all(name.startswith("stage0:") for name in names)
+
+
 def announce_the_end_too_early(layout: Layout) -> None:
     module = net()
     with distributed(layout, module) as data_parallel:

@@ -244,9 +244,10 @@ class ShardedDataParallel:
         uncounted: frozenset[str] = frozenset(),
         tp_replicated: frozenset[str] = frozenset(),
     ) -> None:
-        device = next(parameter.device for module in stages.values() for parameter in module.parameters())
-        self._flight = Flight(device, own_stream=False)
-        self._split = split_backward
+        devices = {parameter.device for module in stages.values() for parameter in module.parameters()}
+        self._flight = Flight(next(iter(devices), torch.device("cpu")), own_stream=False)
+        self._free_early = free_after_forward and not split_backward
+        self._keep_last, self._split = keep_last_block, split_backward
         self._collected: set[int] = set()
         """Stages whose gradients have been taken in since their backward part began."""
         self._units: dict[int, list[FSDPModule]] = {}
@@ -255,29 +256,34 @@ class ShardedDataParallel:
             param_dtype=dtype, reduce_dtype=accumulation_dtype(dtype), cast_forward_inputs=False
         )
         for number, module in stages.items():
-            free = free_after_forward and not split_backward
-            blocks: list[Any] = list(_blocks(module))
-            for block in blocks:
-                again_at_once = keep_last_block and block is blocks[-1]
-                fully_shard(block, mesh=mesh, reshard_after_forward=free and not again_at_once, mp_policy=policy)
-            root: Any = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-            root.set_reduce_scatter_unused_params(True)
-            root.set_reshard_after_backward(free)
-            root.set_requires_gradient_sync(not split_backward)
-            self._units[number] = [*blocks, root]
+            # A stage may hold nothing at all; FSDP2 has no use for it.
+            units: list[Any] = self._shard(module, mesh, policy) if any(True for _ in module.parameters()) else []
+            self._units[number] = units
             self._reductions[number] = [
                 self._take_over(group, number, module, copies, deterministic)
-                for unit in self._units[number]
+                for unit in units
                 for group in unit._get_fsdp_state()._fsdp_param_groups
             ]
-            if device.type == "cpu":
-                _look_ahead(root, blocks)
         self._owned = [
             piece
             for reductions in self._reductions.values()
             for reduction in reductions
             for piece in reduction.owned(uncounted, tp_replicated)
         ]
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[Any]:
+        """Apply ``fully_shard`` to each block and to the rest of a stage; the blocks, then the root."""
+        blocks: list[Any] = _blocks(module)
+        for block in blocks:
+            wanted_again = self._keep_last and block is blocks[-1]
+            fully_shard(block, mesh=mesh, reshard_after_forward=self._free_early and not wanted_again, mp_policy=policy)
+        root: Any = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        root.set_reduce_scatter_unused_params(True)
+        root.set_reshard_after_backward(self._free_early)
+        root.set_requires_gradient_sync(not self._split)
+        if mesh.device_type == "cpu":
+            _look_ahead(root, blocks)
+        return [*blocks, root]
 
     def _take_over(self, group: Any, number: int, module: nn.Module, copies: Copies, deterministic: bool) -> _Reduction:
         """Put our collectives into one FSDP2 parameter group; plain sums, no averages."""
