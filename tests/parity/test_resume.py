@@ -88,6 +88,12 @@ def test_resume_without_a_checkpoint_says_so(ranks: Ranks, tmp_path: Path) -> No
         ranks(1).run(train_and_save, small_job("dp=1"), str(tmp_path), 1, 2, [])
 
 
+def test_another_seed_would_repeat_samples_so_it_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(train_and_save, small_job("dp=2"), str(tmp_path), 0, 1, [1])
+    with pytest.raises(RankFailure, match=r"CheckpointError.*train.seed is 6 in this job but 5 in the checkpoint"):
+        ranks(2).run(train_and_save, small_job("dp=2", train={"seed": 6}), str(tmp_path), 1, 2, [])
+
+
 def test_the_vocabulary_is_saved_without_its_padding(ranks: Ranks, tmp_path: Path) -> None:
     """97 rows on 4 ranks are 25 a rank: the saved matrix has 97, and another degree takes it up."""
     job: Job = small_job("tp=4", model={"kv_heads": 4}, **ADAMW)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.parallel.owned import Owned
-from meshwright.train.loss_scale import LossScale
+from meshwright.train.loss_scale import SMALLEST_SCALE, LossScale
 from meshwright.train.norm import OrderFreeSquares, clip_coefficient, local_peak, local_square_sum
 
 
@@ -86,6 +86,10 @@ def test_the_loss_scale_halves_and_doubles() -> None:
     scale.update(finite=False)
     scale.update(finite=True)
     assert scale.value == 4.0, "an overflow starts the count of good steps anew"
+    scale.value = SMALLEST_SCALE * 1.5
+    for _ in range(3):
+        scale.update(finite=False)
+    assert scale.value == SMALLEST_SCALE, "it never comes to zero, by which the loss would be divided"
     off = LossScale()
     off.update(finite=False)
     assert off.value == 1.0

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,10 +19,13 @@ from meshwright.errors import TrainingStopped
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
+from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
-from meshwright.train.saving import Saver
+from meshwright.train.saving import Saver, require_shared
 from meshwright.train.sinks import TensorBoard, peak_memory_bytes
 from meshwright.train.trainer import StepReport, Trainer
+
+Outcome = Literal["done", "stopped"]
 
 
 class TrainingLoop:
@@ -34,6 +37,7 @@ class TrainingLoop:
         self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
         self.trainer = Trainer(job, mesh, device)
         self.saver = Saver(self.trainer, self.loader, run_dir)
+        require_shared(run_dir, self.saver.world)
         if resume:
             self.saver.resume()
         self.start = self.trainer.step_number
@@ -43,37 +47,61 @@ class TrainingLoop:
         self._last_validation: float | None = None
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step; the summary, which is also ``summary.json``.
+        """Train to the last step; the summary, which is also ``summary.json`` (whole on the first rank).
 
         Raises:
-            TrainingStopped: by an agreed decision (a signal, or a step that is not finite under policy ``stop``).
+            TrainingStopped: by an agreed decision (a signal, or a step that is not finite under policy ``stop``);
+                the state after the last step that counts is saved.
         """
         self._install_signals()
-        outcome = "done"
         began = time.monotonic()
-        report: StepReport | None = None
-        with StepProgress(self.job.train.steps, self.start, shown=self.first) as progress:
-            self.progress = progress
-            while self.trainer.step_number < self.job.train.steps:
-                report = self._one_step()
-                if report.stop_requested:
-                    outcome = "stopped"
-                    break
-                self._check_finite(report)
-                self._maybe_evaluate(report)
-                self._maybe_save()
+        with StepProgress(self.job.train.steps, self.start, shown=self.first) as self.progress:
+            outcome, report = self._steps()
         if self.trainer.step_number > self.saver.saved_step:
-            self.saver.save()
+            self._save()
+        self._event(outcome, step=self.trainer.step_number)
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
         if self.board is not None:
             self.board.close()
         barrier(self.mesh.group("world"))
-        if outcome == "stopped":
-            raise TrainingStopped(
-                f"stopped by a signal after step {self.trainer.step_number}; saved, continue with --resume"
-            )
+        if outcome == "stopped" and report is not None:
+            raise TrainingStopped(self._why(report))
         return summary
+
+    def _steps(self) -> tuple[Outcome, StepReport | None]:
+        """Steps until all are done or the ranks agree to stop; how it ended, and the last step."""
+        report: StepReport | None = None
+        while self.trainer.step_number < self.job.train.steps:
+            report = self._one_step()
+            if not report.applied:
+                if self._must_stop(report):
+                    self._event("not-finite", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
+                    # It changed nothing and does not count: what is saved is the state after the step before.
+                    self.trainer.step_number -= 1
+                    return "stopped", report
+                self._event("skipped", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
+            if report.stop_requested and report.step < self.job.train.steps:
+                return "stopped", report
+            self._maybe_evaluate(report)
+            self._maybe_save()
+        return "done", report
+
+    def _must_stop(self, report: StepReport) -> bool:
+        """Whether a step that was not applied ends the run; a loss scale that is still falling does not."""
+        scale = self.trainer.loss_scale
+        overflow = scale.enabled and math.isfinite(report.loss) and report.loss_scale > SMALLEST_SCALE
+        return self.job.train.nonfinite == "stop" and not overflow
+
+    def _why(self, report: StepReport) -> str:
+        step = self.trainer.step_number
+        if report.step == step:
+            return f"stopped by a signal after step {step}; saved, continue with --resume"
+        return (
+            f"step {report.step}: loss {report.loss} and gradient norm {report.gradient_norm} must be finite; "
+            "the update was not applied on any rank; "
+            + (f"step {step} is saved" if step else "no step was done before it, so nothing is saved")
+        )
 
     def _one_step(self) -> StepReport:
         started = time.monotonic()
@@ -104,17 +132,6 @@ class TrainingLoop:
         self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
         return report
 
-    def _check_finite(self, report: StepReport) -> None:
-        if report.applied or self.job.train.nonfinite == "skip" or self.trainer.loss_scale.enabled:
-            if not report.applied:
-                self._event("skipped", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
-            return
-        self._event("not-finite", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
-        raise TrainingStopped(
-            f"step {report.step}: loss {report.loss} and gradient norm {report.gradient_norm} must be finite; "
-            f"the update was not applied on any rank; the last checkpoint is step {self.saver.saved_step}"
-        )
-
     def _maybe_evaluate(self, report: StepReport) -> None:
         every, step = self.job.train.eval_every, report.step
         if not (step == self.job.train.steps or (every and step % every == 0)):
@@ -137,9 +154,13 @@ class TrainingLoop:
     def _maybe_save(self) -> None:
         every = self.job.checkpoint.every
         if every and self.trainer.step_number % every == 0:
-            self.saver.save()
+            self._save()
 
-    def _summary(self, outcome: str, report: StepReport | None, seconds: float) -> dict[str, Any]:
+    def _save(self) -> None:
+        self.saver.save()
+        self._event("saved", step=self.saver.saved_step)
+
+    def _summary(self, outcome: Outcome, report: StepReport | None, seconds: float) -> dict[str, Any]:
         steady = sorted(self._best_rates[2:] or self._best_rates)
         summary: dict[str, Any] = {
             "outcome": outcome,
@@ -148,7 +169,7 @@ class TrainingLoop:
             "layout": str(self.job.layout),
             "loss": report.loss if report and math.isfinite(report.loss) else None,
             "validation_loss": self._last_validation,
-            "validation_unigram_entropy": self.loader.unigram_entropy(),
+            "validation_unigram_entropy": self.loader.unigram_entropy() if self.first else None,
             "tokens_per_second": steady[len(steady) // 2] if steady else None,
             "training_seconds": seconds,
             "data_seconds_waited": self.loader.seconds_waited,

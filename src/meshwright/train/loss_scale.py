@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SMALLEST_SCALE = 2.0**-24
+"""float16's smallest number: a scale below it rescues no gradient, so it falls no further."""
+
 
 @dataclass
 class LossScale:
@@ -23,7 +26,7 @@ class LossScale:
         if not self.enabled:
             return
         if not finite:
-            self.value *= 0.5
+            self.value = max(self.value * 0.5, SMALLEST_SCALE)
             self.good_steps = 0
             return
         self.good_steps += 1

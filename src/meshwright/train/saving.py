@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,9 @@ from meshwright.checkpoint.load import load, read_tensor
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, Role
 from meshwright.checkpoint.save import save
-from meshwright.checkpoint.world import GroupWorld
+from meshwright.checkpoint.world import GroupWorld, World
 from meshwright.data.loader import Loader
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, InputError
 from meshwright.job.job import Job
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
@@ -71,7 +74,9 @@ class Saver:
         found = latest(self.folder) if self.world.rank == 0 else None
         path = self.world.broadcast(None if found is None else str(found))
         if path is None:
-            raise CheckpointError(f"--resume: {self.folder} has no complete checkpoint; start without --resume")
+            raise CheckpointError(
+                f"--resume: {self.folder} has no complete checkpoint; start again, without --resume and in a new --out"
+            )
         self.restore(Path(path))
 
     def restore(self, path: Path) -> None:
@@ -79,6 +84,7 @@ class Saver:
         trainer = self.trainer
         manifest = load(path, self.tensors(range(len(trainer.owned))), world=self.world)
         state = manifest.state
+        self._check_order(state)
         trainer.step_number = manifest.step
         trainer.optimizer.steps = int(state["optimizer_steps"])
         trainer.loss_scale.value = float(state["loss_scale"]) if trainer.loss_scale.enabled else 1.0
@@ -88,12 +94,23 @@ class Saver:
         trainer.data_parallel.publish()
         self.saved_step = manifest.step
 
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        """The cursor means the same samples only under the same seed and over as many samples."""
+        now = self.scalars()
+        for key, name in (("seed", "train.seed"), ("samples", "the number of training samples")):
+            if None not in (now[key], state.get(key)) and now[key] != state[key]:
+                raise CheckpointError(
+                    f"--resume: {name} is {now[key]} in this job but {state[key]} in the checkpoint, so samples would "
+                    "be skipped or repeated; resume with the seed, data and sequence_length the run began with"
+                )
+
     def scalars(self) -> dict[str, Any]:
         """What comes back besides tensors."""
         trainer = self.trainer
         return {
             "cursor": self.loader.cursor(trainer.step_number) if self.loader else 0,
             "seed": trainer.job.train.seed,
+            "samples": len(self.loader.corpora.training) if self.loader else None,
             "optimizer_steps": trainer.optimizer.steps,
             "loss_scale": trainer.loss_scale.value,
             "loss_scale_good_steps": trainer.loss_scale.good_steps,
@@ -116,6 +133,27 @@ class Saver:
             PlacedTensor(place.name, place.shape, place.offsets, place.sizes, flat[place.start : place.stop], role)
             for place in placements(piece, segments)
         ]
+
+
+def require_shared(run_dir: Path, world: World) -> None:
+    """Refuse a run directory that ranks on other hosts do not see: at the start, not at the first save.
+
+    Raises:
+        InputError: on all ranks; names the hosts.
+    """
+    mark = run_dir / f".shared-{world.broadcast(secrets.token_hex(4))}"
+    if world.rank == 0:
+        mark.touch()
+    world.broadcast(None)  # from here on it is there
+    blind = world.gather(None if mark.exists() else socket.gethostname())
+    hosts = world.broadcast(sorted({host for host in blind if host is not None}))
+    if world.rank == 0:
+        mark.unlink()
+    if hosts:
+        raise InputError(
+            f"--out: {run_dir} on {', '.join(hosts)} is not the directory that the first rank has; "
+            "give one on storage that all hosts share"
+        )
 
 
 @torch.no_grad()
