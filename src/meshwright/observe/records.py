@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -21,12 +22,18 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **record: Any) -> None:
-        """Append one record; ``time`` (seconds since the epoch) is added."""
-        self._file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+        """Append one record; ``time`` (seconds since the epoch) is added. What is not finite becomes null."""
+        # JSON has no NaN and no infinity; most readers stop at one.
+        values = {name: None if _not_finite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps({"time": round(time.time(), 3), **values}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
