@@ -39,7 +39,6 @@ class RankPool:
         self.size = size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
         """Call a module-level ``function(*arguments)`` on every rank; the results by rank.
@@ -58,16 +57,13 @@ class RankPool:
             failures: list[tuple[int, str]] = []
             while waiting:
                 for rank in sorted(waiting):
-                    if self._connections[rank].poll(0.002):
-                        succeeded, replies[rank] = self._connections[rank].recv()
-                        waiting.discard(rank)
-                        if not succeeded:
-                            failures.append((rank, replies[rank]))
-                            # The others may now wait for this rank for ever: give them a moment, then end all.
-                            deadline = min(deadline, time.monotonic() + 3.0)
-                    elif self._processes[rank].poll() is not None:
-                        waiting.discard(rank)
-                        failures.append((rank, f"rank {rank} died with exit code {self._processes[rank].returncode}"))
+                    if not self._connections[rank].poll(0.002) and self._processes[rank].poll() is None:
+                        continue
+                    succeeded, replies[rank] = self._reply(rank)
+                    waiting.discard(rank)
+                    if not succeeded:
+                        failures.append((rank, replies[rank]))
+                        # The others may now wait for this rank for ever: give them a moment, then end all.
                         deadline = min(deadline, time.monotonic() + 3.0)
                 if time.monotonic() > deadline:
                     break
@@ -81,10 +77,23 @@ class RankPool:
             raise
         return replies
 
+    def _reply(self, rank: int) -> tuple[bool, Any]:
+        """Whether the function succeeded there, and what it returned or how it failed."""
+        try:
+            if self._connections[rank].poll(0.0):
+                succeeded, value = self._connections[rank].recv()
+                return succeeded, value
+        except (EOFError, OSError):
+            time.sleep(0.1)  # its end of the socket closes a little before it can be asked how it ended
+        return False, f"rank {rank} died with exit code {self._processes[rank].poll()}"
+
     def _start(self) -> None:
+        atexit.register(self.close)
         port = free_port()
-        folder = tempfile.mkdtemp(prefix="meshwright-pool-")
-        with Listener(os.path.join(folder, "socket"), family="AF_UNIX") as listener:
+        with (
+            tempfile.TemporaryDirectory(prefix="meshwright-pool-") as folder,
+            Listener(os.path.join(folder, "socket"), family="AF_UNIX") as listener,
+        ):
             environment = dict(
                 os.environ,
                 OMP_NUM_THREADS="1",
