@@ -230,9 +230,10 @@ def test_sizes_on_three_ranks(ranks: Callable[[int], RankPool], schedule: str) -
 
 
 @pytest.mark.all
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("pp", "schedule"), list(product(range(2, 7), SCHEDULES)))
 def test_every_size(ranks: Callable[[int], RankPool], pp: int, schedule: str) -> None:
-    assert ranks(pp).run(many_sizes, schedule, pp, 6, timeout=170) == [[]] * pp
+    assert ranks(pp).run(many_sizes, schedule, pp, 6, timeout=580) == [[]] * pp
 
 
 def boundary_buffers(layout: Layout, count: int) -> int:
