@@ -97,7 +97,7 @@ def products(degree: int, size: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [1, 2, 4])
 def test_products_equal_one_device(ranks: Ranks, degree: int, size: str) -> None:
     for worst in ranks(degree).run(products, degree, size):
         assert not beyond(worst)

@@ -164,7 +164,7 @@ def _start_multiply_and_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGr
     """``reduce_scatter(x @ matrix)``, complete after the handle's ``wait``; the rows kept here are multiplied last."""
     product = x.new_empty((x.shape[0], matrix.shape[1]))
     kept = x.new_empty((x.shape[0] // group.size(), matrix.shape[1]))
-    late = own_piece_is_read_late(product)
+    late = group.size() > 1 and own_piece_is_read_late(product)
     for rows in _other_rows(product, group) if late else (slice(None),):
         _multiply(x[rows], matrix, None, product[rows])
     handle = reduce_scatter(kept, product, group, asynchronous=True)
