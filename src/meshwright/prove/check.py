@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.job.job import Job
 from meshwright.job.sections import ModelSection
 from meshwright.job.validate import check_job
@@ -26,16 +26,33 @@ Report = Callable[[Parity], None]
 class Found:
     """Whether a planted error was found: the proof must fail, or the run must stop."""
 
-    label: str
-    layout: str
-    ranks: int
     planted: Plant
-    passed: bool
-    how: str
+    parity: Parity
+    """What the proof made of it."""
+
+    @property
+    def label(self) -> str:
+        """Of the layout."""
+        return self.parity.label
+
+    @property
+    def ranks(self) -> int:
+        """How many ran."""
+        return self.parity.ranks
+
+    @property
+    def passed(self) -> bool:
+        """The proof did not pass, as it should not."""
+        return not self.parity.passed
+
+    @property
+    def how(self) -> str:
+        """Where the error showed."""
+        return self.parity.worst
 
     def as_json(self) -> dict[str, Any]:
-        """The result as a JSON object."""
-        return asdict(self)
+        """The result as a JSON object: the keys of a proof, of which ``passed`` is turned, and what was planted."""
+        return {**self.parity.as_json(), "planted": self.planted, "how": self.how, "passed": self.passed}
 
 
 def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job:
@@ -90,13 +107,12 @@ class Prover:
     def oracle(self, request: Request) -> Trace:
         """The one-device run of a request; it does not depend on the layout."""
         job = request.job
-        one = job.model_copy(update={"layout": job.layout.model_copy(update={"placement": None})})
         key = repr(
             (job.model_spec, job.optimizer, job.precision, job.batch, request.samples, request.steps, job.train.seed)
         )
         if request.samples is None or key not in self._oracles:
             trace = train_one_device(
-                one,
+                job,
                 batch_source(request, None),
                 request.steps,
                 gradient_steps=request.gradient_steps,
@@ -147,9 +163,7 @@ class Prover:
     def self_test(self, request: Request, label: str, kind: Plant) -> Found:
         """Plant one error under one layout: found when the proof fails."""
         planted = Request(request.job, request.steps, request.samples, request.gradient_steps, kind)
-        result = self.prove(planted, label)
-        layout = request.job.layout
-        return Found(label, str(layout), layout.ranks, kind, not result.passed, result.worst)
+        return Found(kind, self.prove(planted, label))
 
 
 def case_request(job: Job, case: Case, dtype: str, optimizer: OptimizerName, steps: int) -> Request:
@@ -190,7 +204,7 @@ def check_self_test(
             request = case_request(job, case, "float64", "sgd", 2)
             clean = prover.prove(request, case.label)
             if not clean.passed:
-                raise InputError(f"self-test: {case.label} fails without a planted error: {clean.worst}")
+                raise MeshwrightError(f"self-test: {case.label} fails without a planted error: {clean.worst}")
             for kind in PLANTS:
                 found = prover.self_test(request, case.label, kind)
                 results.append(found)
