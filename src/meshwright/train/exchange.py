@@ -24,6 +24,8 @@ def export_hugging_face(checkpoint: Path, out: Path) -> list[Path]:
         InputError: ``out`` is not empty, or the model has no Hugging Face counterpart.
     """
     manifest = read_manifest(checkpoint)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out: {out} is a file; give a new folder")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"--out: {out} is not empty; give a new folder")
     spec = ModelSpec.model_validate(manifest.model)
