@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,5 +125,5 @@ def _table(results: list[Parity | Found]) -> Table:
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: null stands for a difference without bound."""
-    return {key: None if isinstance(item, float) and item in (float("inf"),) else item for key, item in value.items()}
+    """JSON has no infinity and no NaN: null stands for a difference without bound."""
+    return {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in value.items()}

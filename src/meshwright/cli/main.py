@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -13,6 +13,9 @@ from meshwright.cli import check as check_verb
 from meshwright.cli import train as train_verb
 from meshwright.cli.checkpoint import app as checkpoint_app
 from meshwright.errors import MeshwrightError
+
+# The parser under typer has had two homes (click, then typer itself); its base of wrong usage is this in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="meshwright",
@@ -45,12 +48,32 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the work failed, 2 the input is wrong."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        app(words, standalone_mode=True)
+        code = app(words, standalone_mode=False, prog_name="meshwright")
     except MeshwrightError as error:
-        if "--json" in words:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        print(str(error), file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code, words)
+    except _UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # that one has shown the help
+            _fail(_usage_sentence(error), 2, words)
+        sys.exit(2)
+    except typer.Abort:
+        _fail("interrupted before training began; nothing was started", 1, words)
+    except BrokenPipeError:
+        sys.exit(1)  # whoever read our output has enough
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str, exit_code: int, words: list[str]) -> NoReturn:
+    if "--json" in words:
+        print(json.dumps({"error": sentence, "exit_code": exit_code}))
+    print(sentence, file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def _usage_sentence(error: Any) -> str:
+    """What is wrong with the words of the command, on one line, and where its options are explained."""
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "meshwright"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return f"{message}; see {command} --help"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import typer
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment
-from meshwright.recovery.launch import launch
+from meshwright.recovery.launch import check_port, launch
 from meshwright.train.prepare import prepare_run
 
 
@@ -33,6 +33,7 @@ def train(
     place = detect_environment()
     job = load_job(job_file, overrides or [], layout)
     job = job.resolve(place.world_size, ranks_from=place.source) if place else job.resolve()
+    check_port(port)  # before anything is written
     first = place is None or place.rank == 0
     if first:
         prepare_run(job, out, resume=resume)

@@ -27,12 +27,22 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
     else:
         _check_fresh(run_dir)
     if job.cluster.device != "cuda":
-        check_memory(job, job.cluster.memory_per_rank_bytes or psutil.virtual_memory().available // job.layout.ranks)
+        _check_machine(job)
     with terminal_progress("tokenising", sys.stderr) as progress:
         open_corpora(job.data, job.model.vocabulary, progress)
     temporary = run_dir / ".job.toml.partial"
     temporary.write_text(job.to_toml(), encoding="utf-8")
     os.replace(temporary, run_dir / "job.toml")
+
+
+def _check_machine(job: Job) -> None:
+    """Refuse a job whose state is more than this machine's ranks can hold."""
+    if job.cluster.memory_per_rank_bytes is not None:
+        check_memory(job, job.cluster.memory_per_rank_bytes)
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.layout.ranks))
+    free = psutil.virtual_memory().available
+    check_memory(job, free // here, f"memory of this machine, {free:,} bytes free")
 
 
 def _check_fresh(run_dir: Path) -> None:
