@@ -15,7 +15,7 @@ import torch
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Loader
-from meshwright.errors import TrainingStopped
+from meshwright.errors import InputError, TrainingStopped
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
@@ -41,6 +41,11 @@ class TrainingLoop:
         if resume:
             self.saver.resume()
         self.start = self.trainer.step_number
+        if self.start >= job.train.steps:
+            raise InputError(
+                f"--resume: {self.start} steps of {run_dir} are done and train.steps={job.train.steps} asks for no "
+                f"more; use train.steps of at least {self.start + 1}"
+            )
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self.start + job.observe.ledger_step)
         self._open_records(resume)
         self._best_rates: list[float] = []
