@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail("interrupted before training began; nothing was started", 1, words)
     except BrokenPipeError:
         sys.exit(1)  # whoever read our output has enough
+    except OSError as error:
+        place = error.filename or "the system"
+        _fail(f"{place}: {error.strerror or error}; nothing already saved was touched", 1, words)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment
 from meshwright.recovery.launch import check_port, launch
@@ -38,25 +37,26 @@ def train(
     if first:
         prepare_run(job, out, resume=resume)
     if place is not None:
-        _be_a_rank(place, job, out, resume)
+        _be_a_rank(place, job, out, resume, as_json)
         return
     if not as_json:
         print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
               f"ranks: {job.layout}", flush=True)  # fmt: skip
-    launch(out, job.layout.ranks, ["--resume"] if resume else [], port=port)
+    words = [*(["--resume"] if resume else []), *(["--quiet"] if as_json else [])]
+    launch(out, job.layout.ranks, words, port=port)
     _report(job, out, as_json)
 
 
-def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool) -> None:
+def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool) -> None:
     from meshwright.recovery.rank import run_as_rank
     from meshwright.train.worker import train_rank
 
     place.export()
 
     def work() -> None:
-        train_rank(out, resume=resume, job=job)
+        train_rank(out, resume=resume, job=job, quiet=as_json)
         if place.rank == 0:
-            _report(job, out, as_json=False)
+            _report(job, out, as_json)
 
     run_as_rank(work)
 
@@ -68,14 +68,3 @@ def _report(job: Job, out: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary))
     sys.stdout.flush()
-
-
-def require_run(run: Path) -> Path:
-    """The directory of a run.
-
-    Raises:
-        InputError: there is no job.toml in it.
-    """
-    if not (run / "job.toml").is_file():
-        raise InputError(f"{run} is no run directory: it has no job.toml; give the --out of a training run")
-    return run

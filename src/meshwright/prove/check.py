@@ -18,6 +18,7 @@ from meshwright.prove.planted import PLANTS, Plant
 from meshwright.prove.pool import RankFailure, RankPool
 from meshwright.prove.proof_data import ProofSamples
 
+_LEAST_EPS = 1e-6
 OptimizerName = Literal["sgd", "adamw"]
 Report = Callable[[Parity], None]
 
@@ -217,6 +218,12 @@ def check_layout(job: Job, *, steps: int) -> Parity:
     """The job as it is, under its own layout, against one device."""
     if (job.precision.dtype, job.optimizer.name) not in PARAMETER_BOUNDS:
         raise InputError(f"check: dtype {job.precision.dtype} has no bound to hold; use float64 or float32 (--dtype)")
+    optimizer = job.optimizer
+    if job.precision.dtype == "float32" and optimizer.name == "adamw" and optimizer.eps < _LEAST_EPS:
+        raise InputError(
+            f"check: optimizer.eps={optimizer.eps:g} lets AdamW amplify float32 rounding without bound; "
+            f"use at least {_LEAST_EPS:g} (--set optimizer.eps={_LEAST_EPS:g}), or --dtype float64"
+        )
     first = job.model_copy(update={"train": job.train.model_copy(update={"steps": max(steps, job.train.steps)})})
     request = Request(first, steps, None, gradient_steps=steps if job.optimizer.name == "sgd" else 1)
     with Prover() as prover:

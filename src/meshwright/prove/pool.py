@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import subprocess
@@ -12,9 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+
+_MOST_LOOPS = 32
+"""A pool whose ranks have more transport threads than this is started anew: torch keeps some closed groups."""
 
 
 class RankFailure(MeshwrightError):
@@ -39,6 +44,7 @@ class RankPool:
         self.size = size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._crowded = False
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
         """Call a module-level ``function(*arguments)`` on every rank; the results by rank.
@@ -75,13 +81,16 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+        if self._crowded:
+            self.close()
         return replies
 
     def _reply(self, rank: int) -> tuple[bool, Any]:
         """Whether the function succeeded there, and what it returned or how it failed."""
         try:
             if self._connections[rank].poll(0.0):
-                succeeded, value = self._connections[rank].recv()
+                succeeded, value, loops = self._connections[rank].recv()
+                self._crowded |= loops > _MOST_LOOPS
                 return succeeded, value
         except (EOFError, OSError):
             time.sleep(0.1)  # its end of the socket closes a little before it can be asked how it ended
@@ -89,6 +98,7 @@ class RankPool:
 
     def _start(self) -> None:
         atexit.register(self.close)
+        self._crowded = False
         port = free_port()
         with (
             tempfile.TemporaryDirectory(prefix="meshwright-pool-") as folder,
@@ -127,6 +137,12 @@ class RankPool:
         self._processes, self._connections = [], []
 
 
+def _transport_loops() -> int:
+    """Threads of Gloo's transport in this process: each wakes up over a hundred times a second, also when idle."""
+    names = (Path(f"/proc/self/task/{thread}/comm") for thread in os.listdir("/proc/self/task"))
+    return sum(name.read_text().startswith("gloo") for name in names if name.exists())
+
+
 def _end_with_parent() -> None:
     import ctypes
 
@@ -145,16 +161,18 @@ def _serve(arguments: Sequence[str]) -> None:
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+        gc.freeze()  # what is imported stays: a collection looks at what the functions leave behind
         while True:
             try:
                 function, parameters = connection.recv()
             except EOFError:
                 break
             try:
-                reply = (True, function(*parameters))
+                outcome = (True, function(*parameters))
             except BaseException:
-                reply = (False, traceback.format_exc())
-            connection.send(reply)
+                outcome = (False, traceback.format_exc())
+            gc.collect()  # closed groups live on in reference cycles, and their threads with them
+            connection.send((*outcome, _transport_loops()))
     # Static destructors of the transport abort now and then; the work is done, so leave without them.
     os._exit(0)
 

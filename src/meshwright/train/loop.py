@@ -31,9 +31,12 @@ Outcome = Literal["done", "stopped"]
 class TrainingLoop:
     """Runs one job on one rank from its start, or from the last checkpoint of its run directory, to its end."""
 
-    def __init__(self, job: Job, mesh: Mesh, run_dir: Path, *, device: torch.device, resume: bool) -> None:
+    def __init__(
+        self, job: Job, mesh: Mesh, run_dir: Path, *, device: torch.device, resume: bool, quiet: bool = False
+    ) -> None:
         self.job, self.mesh, self.run_dir = job, mesh, run_dir
         self.first = mesh.coordinate("world") == 0
+        self._shown = self.first and not quiet
         self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
         self.trainer = Trainer(job, mesh, device)
         self.saver = Saver(self.trainer, self.loader, run_dir)
@@ -46,7 +49,7 @@ class TrainingLoop:
                 f"--resume: {self.start} steps of {run_dir} are done and train.steps={job.train.steps} asks for no "
                 f"more; use train.steps of at least {self.start + 1}"
             )
-        self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self.start + job.observe.ledger_step)
+        self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self._ledger_step())
         self._open_records(resume)
         self._best_rates: list[float] = []
         self._last_validation: float | None = None
@@ -60,7 +63,7 @@ class TrainingLoop:
         """
         self._install_signals()
         began = time.monotonic()
-        with StepProgress(self.job.train.steps, self.start, shown=self.first) as self.progress:
+        with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
             outcome, report = self._steps()
         if self.trainer.step_number > self.saver.saved_step:
             self._save()
@@ -107,6 +110,10 @@ class TrainingLoop:
             "the update was not applied on any rank; "
             + (f"step {step} is saved" if step else "no step was done before it, so nothing is saved")
         )
+
+    def _ledger_step(self) -> int:
+        """The step to count (the next is timed), early enough that a short run records two."""
+        return min(self.start + self.job.observe.ledger_step, max(self.start + 1, self.job.train.steps - 1))
 
     def _one_step(self) -> StepReport:
         started = time.monotonic()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch
 
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
@@ -26,13 +27,25 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
         _check_resumable(job, run_dir)
     else:
         _check_fresh(run_dir)
-    if job.cluster.device != "cuda":
+    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
+        _check_devices(job)
+    else:
         _check_machine(job)
     with terminal_progress("tokenising", sys.stderr) as progress:
         open_corpora(job.data, job.model.vocabulary, progress)
     temporary = run_dir / ".job.toml.partial"
     temporary.write_text(job.to_toml(), encoding="utf-8")
     os.replace(temporary, run_dir / "job.toml")
+
+
+def _check_devices(job: Job) -> None:
+    """Refuse a job that has more ranks on this host than the host has GPUs."""
+    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", job.layout.ranks)), torch.cuda.device_count()
+    if here > devices:
+        raise InputError(
+            f"cluster.device: {here} ranks on this host need a CUDA device each but it has {devices}; "
+            'start fewer ranks, or set cluster.device = "cpu"'
+        )
 
 
 def _check_machine(job: Job) -> None:

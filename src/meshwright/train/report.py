@@ -27,6 +27,8 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     console = Console(quiet=quiet)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     threads = int(os.environ.get("OMP_NUM_THREADS", threads_per_rank(job.layout.ranks)))
+    if job.observe.one_device_steps:
+        console.print(f"measuring {job.observe.one_device_steps + 1} steps on one device alone ...")
     alone = one_device_tokens_per_second(job, threads=threads)
     rate = summary["tokens_per_second"]
     summary["one_device_tokens_per_second"] = alone
@@ -56,7 +58,7 @@ def _complete_ledger(run_dir: Path, rate: float | None, alone: float | None) -> 
 def _sample(job: Job, run_dir: Path) -> str | None:
     prompt = job.observe.sample_prompt
     checkpoint = latest_checkpoint(run_dir)
-    if prompt is None or checkpoint is None:
+    if not prompt or checkpoint is None:
         return None
     tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     model = load_whole_model(job, checkpoint)

@@ -35,7 +35,7 @@ def prepare_determinism(job: Job) -> None:
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
-def train_rank(run_dir: Path, *, resume: bool, job: Job | None = None) -> None:
+def train_rank(run_dir: Path, *, resume: bool, job: Job | None = None, quiet: bool = False) -> None:
     """Join the process group and train.
 
     Raises:
@@ -51,17 +51,18 @@ def train_rank(run_dir: Path, *, resume: bool, job: Job | None = None) -> None:
         # The first rank speaks; what it would warn of, the others would repeat.
         warnings.simplefilter("ignore")
     with Mesh(job.layout, device.type) as mesh:
-        TrainingLoop(job, mesh, run_dir, device=device, resume=resume).run()
+        TrainingLoop(job, mesh, run_dir, device=device, resume=resume, quiet=quiet).run()
     dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m meshwright.train.worker RUN_DIR [--resume]``."""
+    """Entry point of ``python -m meshwright.train.worker RUN_DIR [--resume] [--quiet]``."""
     parser = argparse.ArgumentParser(description="One rank of a training run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    run_as_rank(lambda: train_rank(options.run_dir, resume=options.resume))
+    run_as_rank(lambda: train_rank(options.run_dir, resume=options.resume, quiet=options.quiet))
 
 
 if __name__ == "__main__":
