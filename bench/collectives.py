@@ -103,7 +103,9 @@ def measure(operation: str, size: int, rounds: int, dtype_name: str, keep: bool)
 
 def compare(pool: RankPool, operation: str, size: int, rounds: int, dtype: str, keep: bool) -> dict[str, Any]:
     """One operation at one size on the pool's ranks."""
-    by_rank = pool.run(measure, operation, size, rounds, dtype, keep, timeout=600.0)
+    from bench.collectives import measure as on_ranks  # by its own name, not __main__'s: the ranks look it up there
+
+    by_rank = pool.run(on_ranks, operation, size, rounds, dtype, keep, timeout=600.0)
     slowest = {
         name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
         for name in CONTESTANTS[operation]

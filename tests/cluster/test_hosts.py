@@ -53,7 +53,7 @@ def test_all_reduce_puts_the_expected_bytes_on_the_link(hosts: TwoHosts, ranks_p
     for mine, other in zip(said, reversed(said), strict=True):
         assert mine["right"]
         assert 1.0 <= mine["sent"] / expected <= 1.05
-        assert mine["sent"] == pytest.approx(other["received"], rel=0.001), "what one sends the other receives"
+        assert mine["sent"] == pytest.approx(other["received"], rel=0.05), "what one sends the other receives"
 
 
 def test_counters_agree_from_inside_and_outside(hosts: TwoHosts) -> None:

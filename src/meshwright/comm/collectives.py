@@ -77,7 +77,8 @@ def _settle(handle: Handle, asynchronous: bool) -> Handle | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+    tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.view(-1)
 
 
 def _is_direct(tensor: Tensor) -> bool:

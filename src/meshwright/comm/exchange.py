@@ -7,7 +7,6 @@ wakes fewer threads. ``bench/collectives.py`` holds both against Gloo's own coll
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,8 +34,10 @@ def is_small(flat: Tensor) -> bool:
 def pieces(flat: Tensor, degree: int) -> list[Tensor]:
     """``degree`` consecutive views of ``flat``: ceil(n / degree) elements each, the last ones shorter or empty."""
     size = -(-flat.numel() // degree)
-    starts = [min(rank * size, flat.numel()) for rank in range(degree + 1)]
-    return [flat[start:stop] for start, stop in pairwise(starts)]
+    if size == 0:
+        return [flat] * degree
+    parts = list(flat.split(size))  # type: ignore[no-untyped-call]
+    return parts + [flat[flat.numel() :]] * (degree - len(parts))
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
@@ -85,7 +86,7 @@ def spread(group: dist.ProcessGroup, gathered: Tensor, mine: Tensor) -> list[Any
     """Start gathering every rank's flat ``mine`` into flat ``gathered``, in rank order."""
     degree = group.size()
     if is_small(gathered):
-        return _all_to_all(group, gathered, mine.repeat(degree))
+        return _all_to_all(group, gathered, torch.cat([mine] * degree))
     parts = pieces(gathered, degree)
     works = post(group, [mine] * degree, parts)
     if not same_place(parts[group.rank()], mine):

@@ -147,9 +147,12 @@ def _show(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-        Path(path).write_text(
+        # The agent may end this process while it writes, and then reads the file: whole or not at all.
+        partial = Path(f"{path}.partial")
+        partial.write_text(
             json.dumps({"message": {"message": _describe(error), "extraInfo": details}}), encoding="utf-8"
         )
+        os.replace(partial, path)
 
 
 def _flush() -> None:
