@@ -225,7 +225,7 @@ def test_torchrun_starts_the_ranks(begin: Callable[..., subprocess.Popen[str]], 
     process = begin("train", job, "--out", ours)
     other = begin(
         "train", job, "--out", theirs,
-        prefix=("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m",
+        prefix=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
                 "meshwright.cli.main"),
     )  # fmt: skip
     for started in (process, other):
@@ -240,7 +240,7 @@ def test_torchrun_with_the_wrong_number_of_ranks(begin: Callable[..., subprocess
     out = job.parent / "wrong-number"
     process = begin(
         "train", job, "--out", out, "--layout", "dp=2",
-        prefix=("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "meshwright.cli.main"),
+        prefix=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "meshwright.cli.main"),
     )  # fmt: skip
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode != 0
