@@ -14,6 +14,33 @@ settings.register_profile("meshwright", deadline=None, derandomize=True)
 settings.load_profile("meshwright")
 
 
+EVERY_NTH = {
+    "test_attention_masks.py": 3,
+    "test_data_parallel.py": 3,
+    "test_layouts.py": 2,
+    "test_pipeline.py": 3,
+    "test_recompute.py": 3,
+    "test_tensor_parallel.py": 2,
+    "test_transformers.py": 3,
+}
+"""The large matrices: of each of their tests, every n-th case belongs to ``make test``; the others are ``all``."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what a sample leaves out, before ``-m`` chooses."""
+    seen: dict[tuple[str, str], int] = {}
+    for item in items:
+        step = EVERY_NTH.get(item.path.name)
+        if step is None or item.get_closest_marker("all"):
+            continue
+        test = item.path.name, getattr(item, "originalname", item.name)
+        number = seen.get(test, 0)
+        seen[test] = number + 1
+        if number % step:
+            item.add_marker(pytest.mark.all)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(4).run(function, ...)``: pools of started Gloo ranks, reused for the whole session."""
