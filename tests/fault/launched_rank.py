@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from meshwright.errors import InputError, TrainingStopped
-from meshwright.recovery.rank import run_as_rank
+from meshwright.recovery.rank import RECORDS_VARIABLE, RankRecord, run_as_rank
 
 DIRECTORY, BEHAVIOUR = Path(sys.argv[1]), sys.argv[2]
 RANK = int(os.environ.get("RANK", "0"))
@@ -71,8 +71,19 @@ def work() -> None:
             collective()
 
 
+def abort_once_all_are_done(_code: int) -> None:
+    """As the transport's static destructors do now and then, after the ranks' last barrier."""
+    deadline = time.monotonic() + 20
+    folder = Path(os.environ[RECORDS_VARIABLE])
+    while time.monotonic() < deadline:
+        records = [RankRecord.read(folder, rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+        if all(record is not None and record.state == "done" for record in records):
+            break
+        time.sleep(0.02)
+    os.abort()
+
+
 if __name__ == "__main__":
     if BEHAVIOUR == "abort-after-done":
-        # As the transport's static destructors do now and then: the work is done and reported, then abort.
-        os._exit = lambda _code: os.abort()  # type: ignore[assignment]
+        os._exit = abort_once_all_are_done  # type: ignore[assignment]
     run_as_rank(work)
