@@ -107,9 +107,12 @@ def test_collectives_are_counted_as_the_collectives_they_are(ranks, size):
         assert by["all_reduce", "reduce"].payload == size * each
         assert by["broadcast", "reduce"].payload == (each if rank == size - 1 else 0)
         assert by["barrier", "none"].messages == 1
-        large = 2 * (size - 1) * 50_003 * 6  # pieces of size: exactly (P-1)/P of it, there and back
-        small = (size - 1) * size * sum(s * (4 + 2) for s in programs.SIZES if s * size * 4 <= 65536)
-        assert by["all_reduce", "reduce"].wire == large + small
+        wire = 0
+        for whole in (size * elements * width for elements in programs.SIZES for width in (4, 2)):
+            # Everything to everybody while that is little; else pieces there and sums back.
+            everything = (size - 1) * whole
+            wire += everything if everything <= 512 * 1024 else 2 * (size - 1) * whole // size
+        assert by["all_reduce", "reduce"].wire == wire
 
 
 def native_sends() -> list[Send]:

@@ -1,14 +1,14 @@
 """Collectives: the one place that knows Gloo from NCCL.
 
-On CPU tensors (Gloo) they are direct exchanges (``comm.exchange``): two to three times faster than
+On CPU tensors (Gloo) they are direct exchanges (``comm.exchange``): faster than
 Gloo's own reduce-scatter (an all-reduce inside) and all-gather, and every sum is taken **in rank
 order**, so its bits do not depend on the transport. With P ranks and n bytes of input, each rank sends
 
     reduce_scatter  (P-1)/P n      all_gather  (P-1) n (n: one rank's part)      all_reduce  2 (P-1)/P n
 
-or, up to ``SMALL_BYTES``, an all_reduce is one round of (P-1) n. On CUDA tensors (NCCL) they are the
-native operations; ``ordered=True`` sums in rank order there too. 16-bit floats travel as they are and
-are added in float32, rounded once.
+or, while that is at most ``ONE_ROUND_BYTES``, an all_reduce is one round of (P-1) n. On CUDA tensors
+(NCCL) they are the native operations; ``ordered=True`` sums in rank order there too. 16-bit floats
+travel as they are and are added in float32, rounded once.
 
 All take ``group``, the process group; and ``asynchronous``: return a :class:`Handle` at once, and leave
 inputs and outputs alone until its ``wait``. Every rank of the group must call them in the same order.
@@ -28,6 +28,9 @@ from torch import Tensor
 from meshwright.comm.exchange import Combine, collect, combine_in_rank_order, is_small, pieces, post, spread, swap
 from meshwright.comm.timeline import blocked
 from meshwright.comm.traffic import Key, nbytes, operation, resumed
+
+ONE_ROUND_BYTES = 512 * 1024
+"""An all-reduce sends everything to everybody while that is no more than this: two rounds would cost more latency."""
 
 _REDUCTIONS: dict[str, tuple[Combine, dist.ReduceOp.RedOpType]] = {
     "sum": (torch.add, dist.ReduceOp.SUM),
@@ -189,7 +192,7 @@ def _start_all_reduce(flat: Tensor, group: dist.ProcessGroup, op: str, ordered: 
     degree = group.size()
     if not _is_direct(flat) and not ordered:
         return Handle(group, "all_reduce", [dist.all_reduce(flat, op=native, group=group, async_op=True)])
-    if not _is_direct(flat) or is_small(flat):
+    if not _is_direct(flat) or (degree - 1) * nbytes([flat]) <= ONE_ROUND_BYTES:
         gathered = flat.new_empty(degree * flat.numel())
         if _is_direct(flat):
             works = spread(group, gathered, flat)
