@@ -1,14 +1,15 @@
 """Collectives: the one place that knows Gloo from NCCL.
 
-On CPU tensors (Gloo) they are direct exchanges (``comm.exchange``): faster than
-Gloo's own reduce-scatter (an all-reduce inside) and all-gather, and every sum is taken **in rank
-order**, so its bits do not depend on the transport. With P ranks and n bytes of input, each rank sends
+On CPU tensors (Gloo) they are direct exchanges (``comm.exchange``): faster than Gloo's own
+reduce-scatter (an all-reduce inside) and all-gather, and sums are taken **in rank order**, so their
+bits do not depend on the transport. With P ranks and n bytes of input, each rank sends
 
     reduce_scatter  (P-1)/P n      all_gather  (P-1) n (n: one rank's part)      all_reduce  2 (P-1)/P n
 
-or, while that is at most ``ONE_ROUND_BYTES``, an all_reduce is one round of (P-1) n. On CUDA tensors
-(NCCL) they are the native operations; ``ordered=True`` sums in rank order there too. 16-bit floats
-travel as they are and are added in float32, rounded once.
+or, while that is at most ``ONE_ROUND_BYTES``, an all_reduce is one round of (P-1) n. Above, Gloo's own
+is as fast as any two rounds, and serves where the order does not matter. On CUDA tensors (NCCL) they
+are the native operations; ``ordered=True`` sums in rank order there too. 16-bit floats travel as they
+are and are added in float32, rounded once (NCCL's own sums are not).
 
 All take ``group``, the process group; and ``asynchronous``: return a :class:`Handle` at once, and leave
 inputs and outputs alone until its ``wait``. Every rank of the group must call them in the same order.
@@ -25,7 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.exchange import Combine, collect, combine_in_rank_order, is_small, pieces, post, spread, swap
+from meshwright.comm.exchange import (
+    LOW_PRECISION,
+    Combine,
+    collect,
+    combine_in_rank_order,
+    is_small,
+    pieces,
+    post,
+    spread,
+    swap,
+)
 from meshwright.comm.timeline import blocked
 from meshwright.comm.traffic import Key, nbytes, operation, resumed
 
@@ -169,14 +180,14 @@ def all_reduce(
 ) -> Handle | None:
     """Reduce ``tensor`` over the group in place; the same bits on every rank.
 
-    On CPU always in rank order; a large one is a reduce-scatter and an all-gather without any padding,
-    and, asynchronous, gathers inside ``wait``.
+    ``ordered``, and on CPU up to ``ONE_ROUND_BYTES`` always, in rank order. A large ordered one is a
+    reduce-scatter and an all-gather without any padding, and, asynchronous, gathers inside ``wait``.
 
     Args:
         tensor: contiguous.
         group: the ranks.
         op: ``"sum"``, ``"max"`` or ``"min"`` (NaN wins both on CPU).
-        ordered: on CUDA too, combine in rank order.
+        ordered: combine in rank order whatever the size and device.
         asynchronous: see the module.
     """
     flat = _flat(tensor)
@@ -189,13 +200,16 @@ def all_reduce(
 
 def _start_all_reduce(flat: Tensor, group: dist.ProcessGroup, op: str, ordered: bool, key: Key | None) -> Handle:
     combine, native = _REDUCTIONS[op]
-    degree = group.size()
-    if not _is_direct(flat) and not ordered:
+    degree, direct = group.size(), _is_direct(flat)
+    little = direct and (degree - 1) * nbytes([flat]) <= ONE_ROUND_BYTES
+    # Gloo adds 16-bit floats slowly and rounds each time, and its max and min lose NaN.
+    by_backend = not direct or (op == "sum" and flat.dtype not in LOW_PRECISION)
+    if not ordered and not little and by_backend:
         return Handle(group, "all_reduce", [dist.all_reduce(flat, op=native, group=group, async_op=True)])
-    if not _is_direct(flat) or (degree - 1) * nbytes([flat]) <= ONE_ROUND_BYTES:
+    if little or not direct:
         gathered = flat.new_empty(degree * flat.numel())
-        if _is_direct(flat):
-            works = spread(group, gathered, flat)
+        if direct:
+            works = spread(group, gathered, flat, at_once=True)
         else:
             gather = _single("all_gather_single", "all_gather_into_tensor")
             works = [gather(gathered, flat, group=group, async_op=True)]
