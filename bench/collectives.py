@@ -25,7 +25,6 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.statistics import median, paired_ratio
-from meshwright.comm.allocator import keep_freed_memory
 from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from meshwright.prove.pool import RankPool
 
@@ -79,10 +78,8 @@ def _run(operation: str, contestant: str) -> Callable[[Tensor, Tensor], object]:
     return table[operation, contestant]
 
 
-def measure(operation: str, size: int, rounds: int, dtype_name: str, keep: bool) -> dict[str, list[float]]:
+def measure(operation: str, size: int, rounds: int, dtype_name: str) -> dict[str, list[float]]:
     """Runs on every rank: seconds of this rank by contestant, one a round after two to warm up."""
-    if keep:
-        keep_freed_memory()
     dtype = getattr(torch, dtype_name)
     degree = dist.get_world_size()
     elements = size // dtype.itemsize // degree * degree
@@ -101,11 +98,11 @@ def measure(operation: str, size: int, rounds: int, dtype_name: str, keep: bool)
     return seconds
 
 
-def compare(pool: RankPool, operation: str, size: int, rounds: int, dtype: str, keep: bool) -> dict[str, Any]:
+def compare(pool: RankPool, operation: str, size: int, rounds: int, dtype: str) -> dict[str, Any]:
     """One operation at one size on the pool's ranks."""
     from bench.collectives import measure as on_ranks  # by its own name, not __main__'s: the ranks look it up there
 
-    by_rank = pool.run(on_ranks, operation, size, rounds, dtype, keep, timeout=600.0)
+    by_rank = pool.run(on_ranks, operation, size, rounds, dtype, timeout=600.0)
     slowest = {
         name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
         for name in CONTESTANTS[operation]
@@ -138,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bytes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--plain-malloc", action="store_true", help="leave glibc to return large blocks to the kernel")
     parser.add_argument("--json", type=Path, help="write every round's seconds there")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -151,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for ranks in options.ranks:
             pool = RankPool(ranks)
             for size in options.bytes:
-                rows.append(compare(pool, operation, size, options.rounds, options.dtype, not options.plain_malloc))
+                rows.append(compare(pool, operation, size, options.rounds, options.dtype))
             pool.close()
         console.print(table_of(rows))
         results.extend(rows)
