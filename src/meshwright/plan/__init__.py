@@ -1,0 +1,1 @@
+"""What every device will store, compute, send and spend, from closed forms alone. No torch here."""
