@@ -277,7 +277,7 @@ def _order(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What each layout costs; arrays of one length. Bytes, seconds and FLOPs of one device, by the ledger's conventions.
+    """What each layout costs; arrays of one length. Bytes, seconds, FLOPs of one device, by the ledger's conventions.
 
     Memory is that of the fullest rank at its fullest moment; times are of the slowest pipeline rank.
     """
