@@ -1,0 +1,97 @@
+"""Which layouts a job may run, for whole arrays of them: the rules of ``Job.resolve(purpose="plan")`` as masks.
+
+``job/validate.py`` says the same of one layout in sentences; a test draws layouts at random and holds the two
+against each other in both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.job.layout import LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
+from meshwright.job.schedule_rules import ROUND_SCHEDULES
+from meshwright.plan.arrays import SCHEDULES, Bools, Layouts, Work
+
+RULES: tuple[str, ...] = (
+    "legal",
+    "tp must divide the key/value heads",
+    "tp must divide ffn_hidden",
+    "a schedule or virtual stages need pp of at least 2",
+    "virtual stages must fit the schedule",
+    "no more stages than layers",
+    "the last stage cannot give up more layers than it has",
+    "a micro-batch is at most the global batch",
+    "tp must divide the tokens of a micro-batch",
+    "the schedule needs more micro-batches",
+    "micro-batches must divide into rounds of the schedule",
+    "shard must divide dp",
+    "shard below dp needs zero of at least 1",
+    "zero=3 loses gradients when backward is split",
+    "deterministic sums need zero below 2 with shard below dp or pp above 1",
+    "compile needs tp=1",
+    "compile needs a schedule that does not split backward",
+)
+"""``first_broken_rule`` counts in this order; 0 is legal."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What a job asks for besides the work that forbids some layouts."""
+
+    deterministic: bool = False
+    compile: bool = False
+
+
+def _is(names: frozenset[str]) -> NDArray[np.bool_]:
+    return np.array([schedule in names for schedule in SCHEDULES])
+
+
+_LOOPED, _FOLDED = _is(LOOPED_SCHEDULES), _is(V_SCHEDULES)
+_SPLIT, _ROUNDS = _is(SPLIT_BACKWARD_SCHEDULES), _is(ROUND_SCHEDULES)
+_PLAIN_SCHEDULE = SCHEDULES.index("1f1b")
+_FEWEST_IN_PP = np.array([{"1f1b": 1, "dualpipev": 2}.get(schedule, 0) for schedule in SCHEDULES])
+"""Fewest micro-batches of a schedule, in pipeline ranks; 0: one will do."""
+
+
+def broken_rules(work: Work, layouts: Layouts, modes: Modes = Modes()) -> dict[int, Bools]:
+    """For each rule (index into ``RULES``) which layouts break it.
+
+    The degrees, sizes and counts of ``layouts`` are positive, and ``micro_batches`` follows from the batch.
+    """
+    each, spec = layouts, work.spec
+    piped = each.pp > 1
+    virtual = np.where(piped, each.virtual, 1)
+    stages = np.where(piped, each.pp * virtual, 1)
+    looped, folded, split = _LOOPED[each.schedule], _FOLDED[each.schedule], _SPLIT[each.schedule]
+    rounds = np.maximum(1, each.micro_batches // each.pp)
+    sharded = each.shard < each.dp
+    wrong_stages = np.where(folded, virtual != 2, ~looped & (virtual != 1))
+    return {
+        1: spec.kv_heads % each.tp != 0,
+        2: spec.ffn_hidden % each.tp != 0,
+        3: ~piped & ((each.virtual > 1) | (each.schedule != _PLAIN_SCHEDULE)),
+        4: piped & wrong_stages,
+        5: stages > spec.layers,
+        6: (each.last_fewer > 0) & ((stages == 1) | (each.last_fewer > spec.layers // stages)),
+        7: each.micro_batch > work.global_batch,
+        8: each.micro_batch * work.sequence % each.tp != 0,
+        9: piped & (each.micro_batches < _FEWEST_IN_PP[each.schedule] * each.pp),
+        10: piped & _ROUNDS[each.schedule] & (each.micro_batches % rounds != 0),
+        11: each.dp % each.shard != 0,
+        12: sharded & (each.zero == 0),
+        13: piped & split & (each.zero == 3),
+        14: modes.deterministic & (each.zero >= 2) & (sharded | piped),
+        15: modes.compile & (each.tp > 1),
+        16: modes.compile & piped & split,
+    }
+
+
+def first_broken_rule(work: Work, layouts: Layouts, modes: Modes = Modes()) -> NDArray[np.int64]:
+    """The first of ``RULES`` that each layout breaks; 0 where it is legal."""
+    first = np.zeros(len(layouts), np.int64)
+    for rule, broken in reversed(broken_rules(work, layouts, modes).items()):
+        first[broken] = rule
+    return first
