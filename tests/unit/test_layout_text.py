@@ -80,7 +80,7 @@ _KEYS = "dp, shard, tp, pp, cp, ep, zero, schedule, virtual, stages, micro_batch
         ("dp=2 dp=4", "dp is given twice; give it once", 5),
         ("dp 2", f"'dp' is not of the form key=value; legal keys are {_KEYS}", 0),
         ("dp=", "dp= without a value is not a whole number of at least 1", 3),
-        ("auto", "auto is not available yet; give the degrees, for example dp=2 tp=2", 0),
+        ("auto", "auto stands for a whole layout, to be planned; give the degrees here", 0),
     ],
 )
 def test_what_is_wrong_stands_over_the_caret(text: str, sentence: str, caret: int) -> None:

@@ -7,11 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from meshwright.errors import InputError
 from meshwright.job.layout import Layout
-from meshwright.job.layout_text import LAYOUT_KEYS, parse_layout_values
+from meshwright.job.layout_text import LAYOUT_KEYS, is_auto, parse_layout_values
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.sections import (
     BatchSection,
@@ -28,7 +36,9 @@ from meshwright.job.sections import (
 from meshwright.job.sentences import sentences
 from meshwright.job.toml_text import toml_document
 
-_PATHS = ("model.hf", "model.init_from", "data.train", "data.validation", "data.tokenizer", "data.cache")
+_PATHS = (
+    "model.hf", "model.init_from", "data.train", "data.validation", "data.tokenizer", "data.cache", "cluster.machines",
+)  # fmt: skip
 _DEFAULT_CACHE = ".cache"
 
 
@@ -50,23 +60,34 @@ class Job(BaseModel):
     observe: ObserveSection = Field(default_factory=ObserveSection)
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _auto: bool = PrivateAttr(default=False)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _layout_text(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("layout"), str):
-            try:
-                return {**values, "layout": parse_layout_values(values["layout"])}
-            except InputError as error:
-                raise ValueError(str(error).removeprefix("layout: ")) from None
-        return values
+    def _layout_text(cls, values: object, handler: ModelWrapValidatorHandler[Job]) -> Job:
+        text = values.get("layout") if isinstance(values, dict) else None
+        if not isinstance(values, dict) or not isinstance(text, str):
+            return handler(values)
+        if is_auto(text):
+            job = handler({**values, "layout": {}})
+            job._auto = True
+            return job
+        try:
+            return handler({**values, "layout": parse_layout_values(text)})
+        except InputError as error:
+            raise ValueError(str(error).removeprefix("layout: ")) from None
 
     def __eq__(self, other: object) -> bool:
         """Equal values; where they came from does not matter."""
-        return isinstance(other, Job) and self._values() == other._values()
+        return isinstance(other, Job) and self._values() == other._values() and self._auto == other._auto
 
     def __hash__(self) -> int:
         return hash(self._values())
+
+    @property
+    def auto(self) -> bool:
+        """The layout is left to the planner (``layout = "auto"``); ``with_layout`` gives the job its answer."""
+        return self._auto
 
     def _values(self) -> tuple[BaseModel, ...]:
         return tuple(getattr(self, name) for name in type(self).model_fields)
@@ -85,6 +106,7 @@ class Job(BaseModel):
     def with_layout(self, layout: Layout, source: str = "") -> Job:
         """The same job under another layout; ``source`` says where that came from."""
         changed = self.model_copy(update={"layout": layout})
+        changed._auto = False
         changed._sources = {key: where for key, where in self._sources.items() if not key.startswith("layout.")}
         if source:
             changed._sources |= {f"layout.{key}": source for key in layout.model_fields_set}
@@ -103,6 +125,10 @@ class Job(BaseModel):
         """
         from meshwright.job.resolve import resolve
 
+        if self.auto:
+            raise InputError(
+                "layout: auto has not been resolved; ask meshwright.plan(job) for one and use job.with_layout"
+            )
         return resolve(self, ranks, ranks_from, purpose)
 
     def to_toml(self) -> str:
@@ -111,7 +137,9 @@ class Job(BaseModel):
         model = sections["model"]
         for origin in ("preset", "hf"):
             model.pop(origin)
-        return toml_document(sections)
+        if self.auto:
+            del sections["layout"]
+        return ('layout = "auto"\n\n' if self.auto else "") + toml_document(sections)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> Job:
@@ -123,7 +151,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), layout: str | None
         path: the TOML file.
         overrides: ``section.key=value`` texts that replace single values (``--set``).
         layout: short form of a layout that replaces the [layout] section (``--layout``); the file's
-            micro-batch stays unless the text gives one.
+            micro-batch stays unless the text gives one. ``auto`` leaves all of it to the planner.
 
     Raises:
         InputError: the file cannot be read, or values are wrong: all of them, one sentence a line.
@@ -136,7 +164,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), layout: str | None
         key = _override(values, override)
         sources[key] = "--set"
         _absolute_paths(values, Path.cwd(), (key,))
-    if isinstance(values.get("layout"), str):
+    if isinstance(values.get("layout"), str) and not is_auto(values["layout"]):
         values["layout"] = parse_layout_values(values["layout"])
         sources |= {f"layout.{key}": file.name for key in values["layout"]}
     if layout is not None:
@@ -180,7 +208,7 @@ def _override(values: dict[str, Any], text: str) -> str:
     key, equals, value_text = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if key.strip() == "layout" and equals:
-        values["layout"] = parse_layout_values(value_text.strip())
+        values["layout"] = value_text if is_auto(value_text) else parse_layout_values(value_text.strip())
         return "layout"
     if not (equals and dot and section and name) or "." in name:
         raise InputError(f"--set: {text!r} is not of the form section.key=value, for example train.steps=100")
@@ -203,6 +231,9 @@ def _override_value(section: str, name: str, text: str) -> object:
 
 
 def _replace_layout(values: dict[str, Any], text: str, sources: dict[str, str]) -> None:
+    if is_auto(text):
+        values["layout"] = text
+        return
     replaced = parse_layout_values(text)
     before = values.get("layout")
     kept = {key: before[key] for key in ("micro_batch",) if isinstance(before, dict) and key in before}
@@ -226,5 +257,7 @@ def _absolute_paths(values: dict[str, Any], folder: Path, keys: Sequence[str]) -
         if key not in _PATHS or not isinstance(table, dict) or name not in table:
             continue
         if key == "data.tokenizer" and table[name] == "bytes":
+            continue
+        if key == "cluster.machines" and not str(table[name]).endswith((".toml", ".json")):
             continue
         table[name] = absolute(table[name])

@@ -84,6 +84,11 @@ def _refuse(text: str, position: int, sentence: str) -> NoReturn:
     raise InputError(f"layout: {sentence}\n  {text}\n  {' ' * position}^")
 
 
+def is_auto(text: str) -> bool:
+    """Whether ``text`` leaves the whole layout to the planner."""
+    return text.strip() == "auto"
+
+
 def parse_layout_values(text: str) -> dict[str, Any]:
     """The keys that ``text`` gives and their values, not completed by defaults.
 
@@ -91,8 +96,8 @@ def parse_layout_values(text: str) -> dict[str, Any]:
         InputError: one sentence, then the text with a caret under what is wrong.
     """
     text = text.expandtabs(1).replace("\n", " ")
-    if text.strip() == "auto":
-        _refuse(text, text.index("auto"), "auto is not available yet; give the degrees, for example dp=2 tp=2")
+    if is_auto(text):
+        _refuse(text, text.index("auto"), "auto stands for a whole layout, to be planned; give the degrees here")
     values: dict[str, Any] = {}
     for word in re.finditer(r"\S+", text):
         start, (key, equals, value) = word.start(), word.group().partition("=")

@@ -165,6 +165,8 @@ class ClusterSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA where there is one."""
+    machines: str | None = None
+    """What the planner plans for: "512x8 A100-SXM4-80GB" (nodes x devices, name), or a cluster file."""
     ranks: PositiveInt | None = None
     """Ranks to start; absent: as many as the layout takes."""
     memory_per_rank_bytes: PositiveInt | None = None
