@@ -91,6 +91,7 @@ class Place:
     Attributes:
         rank: global rank.
         coordinates: (pp, replicate, shard, tp).
+        spec: the model.
         stages: its stages, in increasing order.
         micro_batches: forward passes of each stage in a step.
         rows: sequences of a micro-batch.
@@ -110,7 +111,7 @@ class Place:
         self.rank, self.coordinates = rank, where
         self.stages = shared.stages_of(where.pp)
         self.micro_batches, self.rows, self.sequence = shared.micro_batches, shared.rows, shared.sequence
-        self.tp, self.hidden = layout.tp, shared.spec.hidden
+        self.spec, self.tp, self.hidden = shared.spec, layout.tp, shared.spec.hidden
         self.parameter_bytes, self.wide_bytes = shared.parameter_bytes, shared.wide_bytes
 
     @property
@@ -192,32 +193,35 @@ def all_places(job: Job) -> list[Alike]:
 
     They differ in their tensor parallel rank and in which copy of the state they have.
     """
-    shared, layout = _Shared(job), job.layout
-    sharded = is_sharded(layout)
-    groups: dict[tuple[int, int], list[int]] = {}
-    places: dict[tuple[int, int], Place] = {}
-    for rank, where in ranks_and_coordinates(layout):
-        key = (where.pp, where.shard if sharded else 0)
-        if key not in groups:
-            groups[key] = []
-            place = places[key] = Place.__new__(Place)
-            place._fill(shared, rank, where)
-        groups[key].append(rank)
-    return [Alike(places[key], tuple(ranks)) for key, ranks in groups.items()]
+    sharded = is_sharded(job.layout)
+    groups: dict[tuple[int, int], list[Place]] = {}
+    for place in every_place(job):
+        where = place.coordinates
+        groups.setdefault((where.pp, where.shard if sharded else 0), []).append(place)
+    return [Alike(group[0], tuple(place.rank for place in group)) for group in groups.values()]
 
 
-def places(job: Job, ranks: Sequence[int]) -> list[Place]:
+def every_place(job: Job) -> Iterator[Place]:
+    """The place of every rank, in grid order; what they have in common is built once."""
+    shared = _Shared(job)
+    for rank, where in _ranks_and_coordinates(job.layout):
+        yield _place(shared, rank, where)
+
+
+def places(job: Job, ranks: Sequence[int]) -> Iterator[Place]:
     """The places of some ranks; what they have in common is built once."""
     shared = _Shared(job)
-    result = []
     for rank in ranks:
-        place = Place.__new__(Place)
-        place._fill(shared, rank, coordinates(job.layout, rank))
-        result.append(place)
-    return result
+        yield _place(shared, rank, coordinates(job.layout, rank))
 
 
-def ranks_and_coordinates(layout: Layout) -> Iterator[tuple[int, Coordinates]]:
+def _place(shared: _Shared, rank: int, where: Coordinates) -> Place:
+    place = Place.__new__(Place)
+    place._fill(shared, rank, where)
+    return place
+
+
+def _ranks_and_coordinates(layout: Layout) -> Iterator[tuple[int, Coordinates]]:
     """Every global rank and where it stands, in grid order."""
     shape = grid_shape(layout)
     for position in range(math.prod(shape)):
