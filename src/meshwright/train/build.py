@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -47,9 +48,8 @@ def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool =
     layers = layout.stage_layers(spec.layers)
     stages = {}
     for stage in layout.stages_of(mesh.coordinate("pp")):
-        with torch.device("meta"):
+        with device, _default_dtype(master_dtype):
             module = StageModel(spec, layers[stage], stage == 0, stage == layout.stage_count - 1, partition)
-        module = module.to(master_dtype).to_empty(device=device)
         if not abstract:
             _fill(module, job)
         apply_recompute(module, layout.stage_recompute(stage))
@@ -58,6 +58,16 @@ def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool =
                 block.compile()
         stages[stage] = module
     return stages
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _fill(module: StageModel, job: Job) -> None:

@@ -1,0 +1,122 @@
+"""The traced ledger: the real training program of any rank, run on fake tensors, without the other ranks.
+
+    fake process group      world size and this rank; a collective returns at once and moves nothing
+    fake tensors            shapes, strides, storages; no memory, no values
+    stated values           what the program reads back from a tensor (``item``): see ``StatedValues``
+    recorder                the same as in the measured ledger
+
+Nothing else is different: the same ``Trainer`` builds the same model on the same mesh and runs the same step, so the
+ledger of rank 9,000 of 16,384 takes one process and seconds. It is the program for CPU ranks that is traced
+(direct exchanges of ``comm.collectives``), whatever ``cluster.device`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.comm.mesh import Mesh
+from meshwright.data.batch import Batch
+from meshwright.errors import InputError
+from meshwright.job.job import Job
+from meshwright.job.validate import micro_steps
+from meshwright.ledger.ledger import Ledger, RankLedger
+from meshwright.train.measured import instruments_for
+from meshwright.train.trainer import Trainer
+
+
+class StatedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers every read of a tensor's value: ``1.0``, ``1`` and ``False``.
+
+    So all tokens of a batch count as one valid token, losses and gradients are finite, the norm is not above a
+    clipping limit of 1, and nobody wants to stop: the step that training takes nearly always.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, unless it reads a value."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            if dtype is torch.bool:
+                return False
+            return 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+def trace(job: Job, ranks: Sequence[int]) -> Ledger:
+    """What the program of these ranks stores, computes and sends in one steady step.
+
+    Args:
+        job: resolved.
+        ranks: of ``job.layout``; each is traced by itself.
+
+    Raises:
+        InputError: the layout has no such rank.
+        RuntimeError: this process is in a process group already.
+    """
+    layout = job.layout
+    for rank in ranks:
+        if not 0 <= rank < layout.ranks:
+            raise InputError(f"rank: {rank} is not a rank of layout {layout}; use 0 to {layout.ranks - 1}")
+    entries = tuple(_trace_rank(job, rank) for rank in ranks)
+    return Ledger(source="traced", layout=str(layout), world=layout.ranks, backend="gloo", ranks=entries)
+
+
+def _trace_rank(job: Job, rank: int) -> RankLedger:
+    with _alone_as(rank, job.layout.ranks), Mesh(job.layout) as mesh, FakeTensorMode(), StatedValues():
+        trainer = Trainer(job, mesh, abstract=True)
+        for _ in range(_first_steps(job)):
+            trainer.step(_batches(job))
+        instruments = instruments_for(trainer)
+        with instruments.counting():
+            batches = _batches(job)
+            trainer.step(batches)
+        return instruments.entry()
+
+
+@contextmanager
+def _alone_as(rank: int, ranks: int) -> Iterator[None]:
+    """This process as one rank of a world whose other ranks do not exist."""
+    if dist.is_initialized():
+        raise RuntimeError("trace: this process is in a process group already; trace in a process of its own")
+    # Importing it registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _first_steps(job: Job) -> int:
+    """Steps before the first steady one: FSDP2 makes its gather buffers in the first; nothing else is put off."""
+    return 1 if job.layout.zero >= 2 and job.layout.shard_degree > 1 else 0
+
+
+def _batches(job: Job) -> list[Batch]:
+    """One rank's micro-batches of a step; document numbers where the job masks documents."""
+    assert job.layout.micro_batch is not None
+    rows, length = job.layout.micro_batch, job.data.sequence_length
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64)
+
+    return [
+        Batch(
+            tokens=numbers(rows, length),
+            labels=numbers(rows, length),
+            positions=numbers(rows, length),
+            documents=numbers(rows, length) if job.data.document_mask else None,
+            examples=numbers(rows),
+        )
+        for _ in range(micro_steps(job.batch.global_size, rows, job.layout.dp))
+    ]
