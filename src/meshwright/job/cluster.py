@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from meshwright.errors import InputError
 from meshwright.job.hardware import DEVICE_FIELDS, DeviceSpec, device, efficiency_of, network_of
+from meshwright.job.host import Host
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -72,6 +73,10 @@ class Measured(_Part):
     """Seconds."""
     beta: _NonNegative
     """Seconds a byte of payload."""
+    groups: PositiveInt = 1
+    """Groups that did it at the same time."""
+    points: tuple[tuple[_NonNegative, _NonNegative], ...] = ()
+    """Bytes of payload and median seconds, as measured; between them they say more than the straight line."""
 
 
 class ClusterSpec(_Part):
@@ -86,6 +91,8 @@ class ClusterSpec(_Part):
     """Measured collectives; they replace what links would give."""
     contention: dict[int, float] = {}
     """How many times slower a rank computes when that many ranks share the machine."""
+    host: Host | None = None
+    """Ranks are processes that share a node's processor cores."""
     price_per_device_hour: _NonNegative | None = None
     mtbf_device_hours: _Rate | None = None
     """Mean hours between failures of one device."""

@@ -216,7 +216,7 @@ def measured_checkpoint_cost(run_dir: Path) -> float:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give the directory of a run, or a time as 30s") from error
-    seconds = []
+    seconds: list[float] = []
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
