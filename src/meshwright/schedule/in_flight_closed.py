@@ -1,0 +1,121 @@
+"""Micro-batches in flight in closed form, for arrays of layouts; ``in_flight`` counts the same in a table.
+
+    schedule      alive on rank r, all its stages together (m micro-batches, v stages a rank, n = v m)
+    gpipe, looped-bfs   n
+    1f1b                pp - r
+    interleaved         (v-1) round + 2 (pp-1-r) + 1             round: about pp, see ``slot_form``
+    zero-bubble         (v-1) round + pp - r  until the input part, (v-1) round + pp  until the weight part
+    zbv                 2 pp
+    dualpipev           2 pp + 1
+
+each at most ``n``; ZBV also at most ``m + r + 1``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.schedule.in_flight import Until
+from meshwright.schedule.orders import DUALPIPEV, SCHEDULES, ZBV, Integers, slot_form
+
+
+def schedule_numbers(schedule: str | ArrayLike) -> Integers:
+    """A schedule's name, or positions in ``SCHEDULES``, as positions."""
+    return np.asarray(SCHEDULES.index(schedule) if isinstance(schedule, str) else schedule)
+
+
+def in_flight_closed(
+    schedule: str | ArrayLike,
+    pp: ArrayLike,
+    virtual: ArrayLike,
+    micro_batches: ArrayLike,
+    rank: ArrayLike,
+    until: Until = "weight",
+) -> Integers:
+    """Largest number of (stage, micro-batch) activations alive at one time on a rank.
+
+    Args:
+        schedule: a name, or positions in ``SCHEDULES``; all arguments broadcast against each other.
+        pp: pipeline ranks; 1 holds one micro-batch.
+        virtual: stages a rank.
+        micro_batches: of a step.
+        rank: pipeline rank.
+        until: what ends an activation's life where the backward is in two parts, see ``in_flight``.
+    """
+    code, pp, virtual, count, rank = np.broadcast_arrays(schedule_numbers(schedule), pp, virtual, micro_batches, rank)
+    _, lead, delay = slot_form(code, pp, virtual, count, rank)
+    waiting = delay if until == "weight" else 0
+    most = np.select(
+        [pp == 1, code == ZBV, code == DUALPIPEV],
+        [1, np.minimum(2 * pp, count + rank + 1), 2 * pp + 1],
+        lead + 1 + waiting,
+    )
+    least: Integers = np.minimum(most, virtual * count)
+    return least
+
+
+def stage_in_flight_closed(
+    schedule: str | ArrayLike,
+    pp: ArrayLike,
+    virtual: ArrayLike,
+    micro_batches: ArrayLike,
+    rank: ArrayLike,
+    local: ArrayLike,
+    until: Until = "weight",
+) -> Integers:
+    """Largest number of micro-batches alive at one time in a rank's stage number ``local`` (0: its first).
+
+    A stage holds most when its first backward (or weight part) starts: of the forwards run until then, those that
+    were its own. Stages of a rank do not all peak at the same time, so these add up to more than the rank's peak.
+    """
+    code, pp, virtual, count, rank, local = np.broadcast_arrays(
+        schedule_numbers(schedule), pp, virtual, micro_batches, rank, local
+    )
+    in_turn, lead, delay = slot_form(code, pp, virtual, count, rank)
+    waiting = delay if until == "weight" else 0
+    run = np.minimum(lead + 1 + (virtual - 1 - local) * in_turn + waiting, virtual * count)
+    cycles, rest = np.divmod(run, in_turn * virtual)
+    own = cycles * in_turn + np.clip(rest - local * in_turn, 0, in_turn)
+    folded = (code == ZBV) | (code == DUALPIPEV)
+    return np.select([pp == 1, folded], [1, np.minimum(np.where(local == 0, 2 * pp - rank, rank + 1), count)], own)
+
+
+def peak_bytes_bound(
+    schedule: str | ArrayLike,
+    pp: ArrayLike,
+    virtual: ArrayLike,
+    micro_batches: ArrayLike,
+    rank: ArrayLike,
+    stage_bytes: NDArray[np.float64],
+    until: Until = "weight",
+) -> NDArray[np.float64]:
+    """At least the largest sum of activation bytes on a rank, ``[layouts]``; equal to it for stages that are alike.
+
+    The heaviest stages are filled to their own peaks first, until the rank's count is used up.
+
+    Args:
+        schedule: as in :func:`in_flight_closed`, as the next four, each ``[layouts]`` or one number.
+        pp: pipeline ranks.
+        virtual: stages a rank.
+        micro_batches: of a step.
+        rank: pipeline rank.
+        stage_bytes: bytes of one micro-batch's activations in each of the rank's stages, ``[layouts, virtual]``;
+            what is beyond a layout's ``virtual`` is not read.
+        until: see ``in_flight``.
+    """
+    local = np.arange(stage_bytes.shape[-1])
+    code, pp, virtual, count, rank = np.broadcast_arrays(
+        schedule_numbers(schedule), pp, virtual, micro_batches, rank, np.empty(stage_bytes.shape[:-1])
+    )[:-1]
+    room = in_flight_closed(code, pp, virtual, count, rank, until)[..., None]
+    code, pp, virtual, count, rank = (array[..., None] for array in (code, pp, virtual, count, rank))
+    exists = (local < virtual) & ((local == 0) | (pp > 1))
+    inside = np.minimum(local, virtual - 1)
+    own = np.where(exists, stage_in_flight_closed(code, pp, virtual, count, rank, inside, until), 0)
+    weight = np.where(exists, stage_bytes, 0.0)
+    heaviest = np.argsort(-weight, axis=-1, kind="stable")
+    own, weight = (np.take_along_axis(array, heaviest, axis=-1) for array in (own, weight))
+    filled = np.minimum(np.cumsum(own, axis=-1), room)
+    taken = np.diff(filled, axis=-1, prepend=0)
+    return np.asarray((taken * weight).sum(axis=-1), np.float64)
