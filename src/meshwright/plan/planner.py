@@ -1,0 +1,218 @@
+"""``plan``: from a job and a cluster to the layout to run, its runners-up, and why not the others."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from meshwright.errors import InputError
+from meshwright.job.cluster import ClusterSpec
+from meshwright.job.grid import axis_degree
+from meshwright.job.job import Job
+from meshwright.job.layout import Layout
+from meshwright.plan.answer import Plan, PlannedLayout
+from meshwright.plan.arrays import (
+    BINDINGS,
+    RECOMPUTES,
+    Evaluation,
+    Floats,
+    Layouts,
+    Work,
+    from_layouts,
+    to_layout,
+)
+from meshwright.plan.evaluate import evaluate
+from meshwright.plan.legality import Modes
+from meshwright.plan.machines import cluster_of, with_devices
+from meshwright.plan.placement import placement_sentence
+from meshwright.plan.predict import predict
+from meshwright.plan.reasons import fullest_rank, rejections
+from meshwright.plan.refine import refine
+from meshwright.plan.search import Outcome, Progress, Ranked, search
+from meshwright.plan.space import Family, Space
+
+_FRONT = 50
+"""Most entries of the Pareto front that an answer holds."""
+
+
+def plan(
+    job: Job,
+    cluster: ClusterSpec | str | None = None,
+    *,
+    ranks: int | None = None,
+    top: int = 10,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find the fastest layout that fits.
+
+    Args:
+        job: what is trained; its own layout does not matter.
+        cluster: on what: ``NODESxDEVICES NAME``, a cluster file, or read already; absent: ``[cluster] machines``.
+        ranks: how many devices to use; absent: ``cluster.ranks``, or all.
+        top: how many layouts to answer with.
+        progress: told how far the search is.
+
+    Raises:
+        InputError: the model cannot be planned, or nothing says which machines there are.
+    """
+    machines = cluster_of(job, cluster, ranks)
+    check_plannable(job)
+    work = Work.of(job)
+    modes = Modes(deterministic=job.train.deterministic, compile=job.train.compile)
+    space = Space(work, machines.devices, machines.devices_per_node, modes)
+    began = time.monotonic()
+    outcome = search(space, machines, progress=progress)
+    return _answer(job, work, machines, outcome, began, top)
+
+
+def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
+    """What the job's own layout is predicted to cost; nothing is searched.
+
+    Raises:
+        InputError: as ``plan``, or the layout is one that only ``predict`` knows.
+    """
+    machines = cluster_of(job, cluster, job.layout.ranks)
+    check_plannable(job)
+    resolved = job.resolve(purpose="plan")
+    work = Work.of(resolved)
+    began = time.monotonic()
+    entry, _ = evaluated(resolved.layout, work, machines)
+    return Plan(
+        model=work.spec.name,
+        cluster=cluster_words(machines),
+        searched=1,
+        illegal=0,
+        seconds=time.monotonic() - began,
+        layouts=(entry,),
+        rejected=(),
+        placement=_placement(resolved, resolved.layout, machines),
+        basis=machines.basis,
+    )
+
+
+def evaluated(layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[PlannedLayout, Evaluation]:
+    """One resolved layout, timed by event simulation.
+
+    Raises:
+        InputError: its stages, recomputation or placement differ from rank to rank in a way that is not planned.
+    """
+    try:
+        columns = from_layouts([layout], work)
+    except ValueError as error:
+        raise InputError(f"{error}, which the planner does not time yet; leave that out") from None
+    times = refine(work, cluster, columns)
+    values = evaluate(work, cluster, columns)
+    return _entries(work, cluster, columns, times)[0], values
+
+
+def check_plannable(job: Job) -> None:
+    """Refuse a model whose costs are not known.
+
+    Raises:
+        InputError: why.
+    """
+    spec = job.model_spec
+    if spec.experts:
+        raise InputError(f"model: experts={spec.experts} cannot be planned yet; use a dense model (experts=0)")
+    if spec.positions == "learned" and job.data.sequence_length > spec.max_positions:
+        raise InputError(
+            f"data.sequence_length: {job.data.sequence_length} is above the {spec.max_positions} learned positions of "
+            f"the model (model.max_positions); use 1 to {spec.max_positions}"
+        )
+
+
+def cluster_words(cluster: ClusterSpec) -> str:
+    """Nodes, devices and their name."""
+    return f"{cluster.nodes}x{cluster.devices_per_node} {cluster.device.name}"
+
+
+def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began: float, top: int) -> Plan:
+    best = outcome.best
+    if len(best):
+        times = refine(work, cluster, best.layouts)
+        order = np.lexsort((np.arange(len(best)), best.memory, times))
+        chosen = best.layouts.take(order[:top])
+        layouts = _entries(work, cluster, chosen, times[order[:top]])
+        family = Family(pp=int(chosen.pp[0]), tp=int(chosen.tp[0]), dp=int(chosen.dp[0]))
+        placement = _placement(job, to_layout(chosen, 0, work.spec.layers), cluster)
+    else:
+        closest = _closest(outcome)
+        layouts = _entries(work, cluster, closest.layouts, closest.time) if closest else []
+        family, placement = None, ""
+    front = outcome.pareto.take(_thinned(len(outcome.pareto)))
+    return Plan(
+        model=work.spec.name,
+        cluster=cluster_words(cluster),
+        searched=outcome.counts.legal,
+        illegal=sum(outcome.counts.illegal.values()),
+        seconds=time.monotonic() - began,
+        layouts=tuple(layouts),
+        rejected=tuple(rejections(work, cluster, outcome, family)),
+        pareto=tuple(_entries(work, cluster, front.layouts, front.time)) if len(front) else (),
+        points=tuple(outcome.points),
+        placement=placement,
+        basis=cluster.basis,
+    )
+
+
+def _closest(outcome: Outcome) -> Ranked | None:
+    found = [result.closest for result in outcome.families if result.closest is not None]
+    return min(found, key=lambda entry: float(entry.memory[0])) if found else None
+
+
+def _thinned(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.unique(np.linspace(0, length - 1, min(length, _FRONT)).astype(np.int64)) if length else np.arange(0)
+
+
+def _entries(work: Work, cluster: ClusterSpec, layouts: Layouts, times: Floats) -> list[PlannedLayout]:
+    """Entries of an answer; ``times`` replaces the closed form's step times."""
+    values = evaluate(work, cluster, layouts)
+    alone = one_device_tokens(work, cluster)
+    entries = []
+    for index in range(len(layouts)):
+        layout = to_layout(layouts, index, work.spec.layers)
+        seconds = float(times[index])
+        speed = work.tokens / seconds
+        entries.append(
+            PlannedLayout(
+                layout=str(layout),
+                fits=bool(values.fits[index]),
+                step_time_s=seconds,
+                tokens_per_s=speed,
+                mfu=float(values.mfu[index] * values.step_time[index]) / seconds,
+                peak_memory_bytes=round(float(values.peak[index])),
+                fullest_rank=fullest_rank(layout, values, index),
+                binding=BINDINGS[values.binding[index]],
+                useful_speedup=speed / alone,
+                efficiency=speed / alone / cluster.devices,
+            )
+        )
+    return entries
+
+
+def one_device_tokens(work: Work, cluster: ClusterSpec) -> float:
+    """Tokens/s predicted for one device, the best of micro-batch sizes and recomputation that fits; if none fits,
+    the best of all: what a device with enough memory would do.
+    """
+    share = np.unique(np.minimum(2 ** np.arange(12), work.global_batch))
+    sizes, policy = (grid.ravel() for grid in np.meshgrid(share, np.arange(len(RECOMPUTES))))
+    columns = Layouts.make(micro_batch=sizes, recompute=policy, micro_batches=-(-work.global_batch // sizes))
+    values = evaluate(work, with_devices(cluster, 1), columns)
+    speed = np.where(values.fits, values.tokens_per_s, 0.0) if values.fits.any() else values.tokens_per_s
+    return float(speed.max())
+
+
+def sent_by_axis(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes that a rank in the middle of the pipeline sends in a step, by axis, as NCCL moves them."""
+    resolved = job.with_layout(layout).resolve(purpose="plan")
+    middle = layout.ranks // layout.pp * (layout.pp // 2)
+    rank = middle if layout.placement is None else layout.placement[middle]
+    sends = predict(resolved, [rank], backend="nccl").ranks[0].sends
+    axes = {send.axis for send in sends}
+    return {axis: float(sum(send.wire for send in sends if send.axis == axis)) for axis in axes}
+
+
+def _placement(job: Job, layout: Layout, cluster: ClusterSpec) -> str:
+    sent = sent_by_axis(job, layout) if axis_degree(layout, "world") > 1 else {}
+    return placement_sentence(layout, cluster, sent)

@@ -1,0 +1,95 @@
+"""Why families of layouts were rejected, in one line each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from meshwright.job.cluster import ClusterSpec
+from meshwright.job.grid import rank_of
+from meshwright.job.layout import Layout
+from meshwright.plan.answer import Rejected
+from meshwright.plan.arrays import BINDINGS, Evaluation, Layouts, Work, to_layout
+from meshwright.plan.evaluate import evaluate
+from meshwright.plan.search import FamilyResult, Outcome
+from meshwright.plan.space import Family
+
+
+def rejections(work: Work, cluster: ClusterSpec, outcome: Outcome, chosen: Family | None) -> list[Rejected]:
+    """One line for every family but the chosen one: what fits but is slower, what does not fit, what is illegal."""
+    searched = [result for result in outcome.families if result.family != chosen]
+    lines = _evaluated(work, cluster, searched, float(outcome.best.time[0]) if len(outcome.best) else None)
+    legal = {result.family for result in outcome.families}
+    rules: dict[Family, dict[str, int]] = defaultdict(dict)
+    for (family, rule), count in outcome.counts.illegal.items():
+        rules[family][rule] = count
+    for family, counts in rules.items():
+        if family not in legal:
+            rule = max(counts, key=lambda name: counts[name])
+            lines.append(Rejected(family=str(family), kind="illegal", layouts=0, reason=_law(work, family, rule)))
+    return lines
+
+
+def _evaluated(work: Work, cluster: ClusterSpec, results: list[FamilyResult], fastest: float | None) -> list[Rejected]:
+    if not results:
+        return []
+    entries = [result.best or result.closest for result in results]
+    layouts = Layouts.join([entry.layouts for entry in entries if entry is not None])
+    values = evaluate(work, cluster, layouts)
+    lines = []
+    for index, result in enumerate(results):
+        layout = to_layout(layouts, index, work.spec.layers)
+        common = {"family": str(result.family), "layouts": result.evaluated, "closest": str(layout)}
+        rank = fullest_rank(layout, values, index)
+        if result.best is None:
+            lacks = lacking(cluster, values, index)
+            reason = f"memory: rank {rank} {shortage(cluster, values, index)}"
+            lines.append(Rejected(kind="memory", reason=reason, rank=rank, lacks_bytes=lacks, **common))
+        else:
+            slower = float(values.step_time[index]) / fastest if fastest else 1.0
+            reason = f"time: {slower:.3g} times the fastest; {BINDINGS[values.binding[index]]} binds"
+            lines.append(Rejected(kind="slower", reason=reason, rank=rank, **common))
+    times = [float(values.step_time[index]) if result.best else np.inf for index, result in enumerate(results)]
+    peaks = values.peak.tolist()
+    return [lines[index] for index in sorted(range(len(lines)), key=lambda index: (times[index], peaks[index]))]
+
+
+def fullest_rank(layout: Layout, values: Evaluation, index: int) -> int:
+    """The global rank of one that holds most."""
+    return rank_of(layout, (int(values.fullest[index]), 0, 0, 0))
+
+
+def lacking(cluster: ClusterSpec, values: Evaluation, index: int) -> int:
+    """Bytes that the fullest rank of a layout needs beyond what a device has."""
+    return max(0, round(float(values.peak[index])) - cluster.device.memory_bytes)
+
+
+def shortage(cluster: ClusterSpec, values: Evaluation, index: int) -> str:
+    """What the fullest rank needs, has and lacks, and what takes most of it."""
+    largest = max(values.memory, key=lambda name: float(values.memory[name][index]))
+    share = float(values.memory[largest][index])
+    return (
+        f"needs {round(float(values.peak[index])):,} bytes of {cluster.device.memory_bytes:,}, "
+        f"{lacking(cluster, values, index):,} too many; {largest} alone {_is(largest)} {round(share):,}"
+    )
+
+
+def _is(category: str) -> str:
+    return "are" if category.endswith("s") else "is"
+
+
+def _law(work: Work, family: Family, rule: str) -> str:
+    """The rule that a whole family breaks, with its numbers."""
+    spec = work.spec
+    numbers = {
+        "tp must divide the key/value heads": f"tp={family.tp} does not divide {spec.kv_heads} key/value heads",
+        "tp must divide ffn_hidden": f"tp={family.tp} does not divide ffn_hidden={spec.ffn_hidden}",
+        "no more stages than layers": f"pp={family.pp} is more stages than the {spec.layers} layers",
+        "compile needs tp=1": f"tp={family.tp}, but train.compile needs tp=1",
+        "the schedule needs more micro-batches": (
+            f"a global batch of {work.global_batch} gives each of dp={family.dp} ranks too few micro-batches "
+            f"for pp={family.pp}"
+        ),
+    }
+    return f"rule: {numbers.get(rule, rule)}"

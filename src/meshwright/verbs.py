@@ -1,0 +1,186 @@
+"""The verbs as Python functions: ``meshwright.plan(job)``, ``meshwright.train(job, out)``, ``meshwright.check(job)``.
+
+Each does what the command of its name does, without a terminal: it takes a job (read already, or the path of its
+file) and returns a value. A job that says ``layout = "auto"`` is given the planner's layout here; the rooms below
+only ever see a resolved one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import InputError
+from meshwright.job.job import Job, load_job
+
+if TYPE_CHECKING:
+    from meshwright.job.cluster import ClusterSpec
+    from meshwright.plan.answer import Plan
+    from meshwright.plan.search import Progress
+    from meshwright.prove.parity import Parity
+
+JobLike = Job | str | Path
+PLAN_FILE = "plan.json"
+
+
+def plan(
+    job: JobLike,
+    cluster: ClusterSpec | str | None = None,
+    *,
+    ranks: int | None = None,
+    top: int = 10,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find the fastest layout that fits, its runners-up, and why the others were rejected.
+
+    Args:
+        job: what is trained; its own layout does not matter.
+        cluster: on what: ``"512x8 A100-SXM4-80GB"``, a cluster file, or read already; absent: ``[cluster] machines``.
+        ranks: how many devices to use; absent: ``[cluster] ranks``, or all.
+        top: how many layouts to answer with.
+        progress: told after each family: families done, families in all, layouts evaluated.
+
+    Raises:
+        InputError: the model cannot be planned, or nothing says which machines there are.
+    """
+    from meshwright.plan.planner import plan as make_plan
+
+    return make_plan(_read(job), cluster, ranks=ranks, top=top, progress=progress)
+
+
+def train(
+    job: JobLike, out: str | Path, *, layout: str | None = None, resume: bool = False, port: int | None = None,
+    quiet: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a model under the job's layout and return the run's summary, the content of ``summary.json``.
+
+    On one machine it starts its own ranks; under torchrun, srun or a Kubernetes Job it is one of them, and only
+    rank 0 returns a summary that is not empty.
+
+    Args:
+        job: what is trained.
+        out: directory of the run; new or empty unless ``resume``.
+        layout: replaces the job's layout; ``auto``: the planner's.
+        resume: go on from the last checkpoint in ``out``.
+        port: rendezvous port on this machine; absent: a free one.
+        quiet: print nothing.
+
+    Raises:
+        InputError: the job, the data or the directory are wrong; nothing was started.
+        MeshwrightError: the work failed.
+    """
+    from meshwright.recovery.environment import detect_environment
+    from meshwright.recovery.launch import check_port, launch
+    from meshwright.train.prepare import prepare_run
+    from meshwright.train.report import finish_report
+
+    folder = Path(out)
+    place = detect_environment()
+    planned = with_planned_layout(
+        _read(job, layout), ranks=place.world_size if place else None, run=folder if resume else None
+    )
+    check_port(port)  # before anything is written
+    if place is not None:
+        raise InputError(
+            f"train: {place.source} started this process as one rank; use the command `meshwright train` there"
+        )
+    resolved = planned.job.resolve()
+    prepare_run(resolved, folder, resume=resume)
+    planned.write(folder)
+    words = [*(["--resume"] if resume else []), *(["--quiet"] if quiet else [])]
+    launch(folder, resolved.layout.ranks, words, port=port)
+    return finish_report(resolved, folder, quiet=quiet)
+
+
+def check(job: JobLike, layout: str | None = None, *, steps: int = 10, overrides: Sequence[str] = ()) -> Parity:
+    """Prove that the job's layout changes nothing: some steps under it and on one device, compared.
+
+    Args:
+        job: what is trained.
+        layout: replaces the job's layout; ``auto``: the planner's.
+        steps: how many to compare.
+        overrides: ``section.key=value`` texts, for a job given by its path.
+
+    Returns:
+        The differences and the bounds they were held to; ``passed`` says whether all are within.
+
+    Raises:
+        InputError: the job is wrong.
+    """
+    from meshwright.prove.check import check_layout
+
+    planned = with_planned_layout(_read(job, layout, overrides))
+    return check_layout(planned.job.resolve(), steps=steps)
+
+
+class Planned:
+    """A job whose layout is settled, and the plan that settled it where there was one."""
+
+    def __init__(self, job: Job, plan: Plan | None = None) -> None:
+        self.job, self.plan = job, plan
+
+    def write(self, run: Path) -> None:
+        """Leave the plan in a run directory."""
+        if self.plan is not None:
+            (run / PLAN_FILE).write_text(self.plan.to_json(), encoding="utf-8")
+
+
+def with_planned_layout(
+    job: Job,
+    cluster: str | None = None,
+    *,
+    ranks: int | None = None,
+    run: Path | None = None,
+    progress: Progress | None = None,
+) -> Planned:
+    """The job itself, or where its layout is ``auto``, the job with the planner's first choice.
+
+    Args:
+        job: as it was read.
+        cluster: replaces ``[cluster] machines``.
+        ranks: how many there are, where a launcher says so.
+        run: a run that is resumed: its layout stays, whatever the planner would say today.
+        progress: told how far the search is.
+
+    Raises:
+        InputError: nothing says which machines there are, or no layout fits them.
+    """
+    if not job.auto:
+        return Planned(job)
+    if run is not None and (run / "job.toml").exists():
+        return Planned(job.with_layout(load_job(run / "job.toml").layout, source=f"{run.name}/job.toml"))
+    found = plan(job, cluster, ranks=ranks, progress=progress)
+    if not found.fits:
+        raise InputError(f"layout: auto finds none that fits; {nothing_fits(found)}")
+    from meshwright.job.layout_text import parse_layout
+
+    return Planned(job.with_layout(parse_layout(found.layouts[0].layout), source="planned"), found)
+
+
+def nothing_fits(found: Plan) -> str:
+    """The closest layout of a plan in which nothing fits, what it lacks, and on which rank."""
+    if not found.layouts:
+        return f"no layout is legal on {found.cluster}; see the rejected families"
+    closest = found.layouts[0]
+    family = next(
+        (line for line in found.rejected if line.closest == closest.layout and line.lacks_bytes is not None), None
+    )
+    why = family.reason.removeprefix("memory: ") if family else f"rank {closest.fullest_rank} has too little memory"
+    return f"the closest is {closest.layout}: {why}"
+
+
+def _read(job: JobLike, layout: str | None = None, overrides: Sequence[str] = ()) -> Job:
+    if not isinstance(job, Job):
+        return load_job(job, overrides, layout)
+    if overrides:
+        raise InputError(f"overrides: {json.dumps(list(overrides))} need a job file; this job was read already")
+    if layout is None:
+        return job
+    from meshwright.job.job import job_from_values
+    from meshwright.job.layout_text import is_auto, parse_layout
+
+    if is_auto(layout):
+        return job_from_values({**job.model_dump(), "layout": layout})
+    return job.with_layout(parse_layout(layout), source="given")
