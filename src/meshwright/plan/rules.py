@@ -19,17 +19,23 @@ class Rules:
     """Of the copy that forward and backward read."""
     gradient_bytes: float = 4.0
     """Of the buffer that gradients are summed in."""
-    state_bytes: float = 12.0
-    """Masters and moments."""
+    master_bytes: float = 4.0
+    """Of the wide copy that is updated; 0 where forward reads that copy itself."""
+    moment_bytes: float = 8.0
+    """Of the optimizer's moments."""
+    sharded_gradients_from: int = 2
+    """The lowest ZeRO stage that keeps only a part of the gradients."""
     wire_bytes: float = 4.0
     """Of one gradient on the wire."""
     gather_bytes: float = 2.0
     """Of one parameter on the wire."""
     full_working_copy: bool = True
-    """With ZeRO-1 and 2 each rank keeps all 16-bit parameters; else (FSDP-like) only the gathered ones."""
+    """With ZeRO-2 each rank keeps all 16-bit parameters; else only the wide ones it owns and what is gathered."""
     wire_tp_bytes: float = 2.0
     """Of one activation element between tensor-parallel ranks."""
 
+    selective_part: float | None = None
+    """What selective recomputation does again, as a part of a layer's forward; None: the attention core alone."""
     fused_attention: bool = True
     fused_softmax: bool = False
     """Without fused attention: scale, mask and softmax in one kernel."""
@@ -62,10 +68,14 @@ class Rules:
     micro_batch_seconds: float = 0.0
     """Of every micro-batch: the host's work outside the layers."""
 
+    layer_output_kept: float = 0.0
+    """Selective recomputation of whole products: bytes a token and layer keeps, in hidden sizes; 0: by the core."""
+    logit_bytes: float = 12.0
+    """Of one logit at the loss: the 16-bit logits, float32 ones, and their gradient."""
     context_bytes: float = 0.0
     """The runtime's own: context, collective buffers, workspaces."""
     slack: float = 0.0
-    """Part of the activations that the allocator cannot use (fragments)."""
+    """Part of the activations that the allocator holds beyond what is asked of it."""
 
 
 OURS = Rules(name="meshwright", reduce_each_micro_batch=True, elementwise=1.0)

@@ -1,0 +1,130 @@
+"""Bytes of the fullest rank, of many layouts at once: state, activations in flight, logits, buffers.
+
+Per token, with sizes in elements of ``e`` bytes, a layer keeps for backward what its operations take in:
+
+    both norms' inputs and outputs     4 h             whole, or 1/tp with sequence parallel
+    q, k, v and the context            2 q + 2 kv      1/tp
+    activation function                3 f, gated 4 f: its inputs, and the input of the last product    1/tp
+    dropout                            masks of 1 byte
+    attention                          fused: one float32 a head; otherwise heads x sequence scores (2.5 x with dropout)
+
+which for GPT (q = kv = h, f = 4 h, e = 2) is Korthikanti's ``s b h (10 + 24 / t + 5 a s / (h t))``. The exact form of
+meshwright's own program is in ``plan/predict.py``; this one agrees with it within about two per cent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
+from meshwright.plan.rules import Rules
+from meshwright.plan.shape import Shape, Value
+from meshwright.plan.stages import Held, held, is_v
+from meshwright.schedule.in_flight_closed import in_flight_closed
+
+_FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of the fullest rank at its peak."""
+
+    parts: dict[str, Floats]
+    peak: Floats
+    fullest: Ints
+    """Its pipeline rank."""
+
+
+def memory_use(shape: Shape, layouts: Layouts, rules: Rules, element: float = 2.0,
+               ranks: tuple[Held, Held, Held] | None = None) -> MemoryUse:  # fmt: skip
+    """Memory of the fullest pipeline rank.
+
+    Args:
+        shape: sizes.
+        layouts: columns.
+        rules: of the program.
+        element: bytes of one activation element.
+        ranks: what pipeline ranks hold, where not by ``stages.held``.
+    """
+    each = [rank_memory(shape, layouts, rules, element, rank) for rank in ranks or held(layouts, shape.layers)]
+    peaks = np.stack([sum(parts.values()) for parts in each])
+    which = np.argmax(peaks, axis=0)
+    numbers = np.stack([rank.rank for rank in ranks or held(layouts, shape.layers)])
+    parts = {name: np.choose(which, [one[name] for one in each]) for name in each[0]}
+    return MemoryUse(parts, np.max(peaks, axis=0), np.choose(which, list(numbers)))
+
+
+def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, rank: Held) -> dict[str, Floats]:
+    """Bytes by category of one pipeline rank."""
+    tp = layouts.tp
+    per_layer = shape.split_parameters() / tp + shape.whole_parameters()
+    ends = -(-shape.vocabulary // tp) * shape.hidden
+    # A tied head on a rank of its own is a second copy; on the embedding's rank it is the same.
+    heads = np.where(rank.head & (~rank.embedding | (shape.tied == 0)), 1.0, 0.0)
+    outside = (rank.embedding + heads) * ends + rank.embedding * shape.positions * shape.hidden
+    outside = outside + rank.head * shape.norm_parameters * shape.hidden
+    count = rank.layers * per_layer + outside
+    parts = _state(count, layouts, rules)
+    kept = layer_bytes(shape, layouts, rules, element)
+    working = layer_bytes(shape, layouts.with_columns(recompute=0), rules, element)
+    tokens = layouts.micro_batch * shape.sequence
+    flight = in_flight_closed(layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank)
+    chunk = rank.layers / layouts.virtual
+    saved = flight * chunk * kept + np.where(layouts.recompute > 0, np.maximum(working - kept, 0), 0.0)
+    local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
+    loss = tokens * (rules.logit_bytes * np.ceil(shape.vocabulary / tp) + 2 * element * shape.hidden * local)
+    first_in_flight = np.minimum(flight, layouts.micro_batches)
+    embedding = first_in_flight * tokens * shape.hidden * local * (8.0 * rules.dropout / 8)
+    # On a folded pipeline the first rank computes the loss while its other stage's micro-batches are alive.
+    activations = saved + rank.head * loss + rank.embedding * embedding + 0.0 * is_v(layouts)
+    parts["activations"] = activations
+    parts["temporary"] = (
+        _buffers(shape, layouts, rules, per_layer, count, outside, tokens, element) + rules.context_bytes
+    )
+    parts["temporary"] = parts["temporary"] + rules.slack * activations
+    return {name: np.broadcast_to(np.asarray(value, float), layouts.dp.shape) for name, value in parts.items()}
+
+
+def _state(count: Floats, layouts: Layouts, rules: Rules) -> dict[str, Floats]:
+    """Parameters (wide copies among them), gradients and moments."""
+    zero, shard = layouts.zero, layouts.shard
+    working = np.where(
+        (zero >= 3) | ((zero == 2) & (not rules.full_working_copy)),
+        0.0 if rules.master_bytes else count / shard * rules.parameter_bytes,
+        count * rules.parameter_bytes,
+    )
+    owned = count / np.where(zero >= 1, shard, 1)
+    gradients = count / np.where(zero >= rules.sharded_gradients_from, shard, 1)
+    return {
+        "parameters": working + owned * rules.master_bytes,
+        "gradients": gradients * rules.gradient_bytes,
+        "optimizer": owned * rules.moment_bytes,
+    }
+
+
+def _buffers(shape: Shape, layouts: Layouts, rules: Rules, per_layer: Floats, count: Floats, outside: Floats,
+             tokens: Floats, element: float) -> Floats:  # fmt: skip
+    """Gathered parameters, gradients on their way, and what tensor parallelism gathers of the sequence."""
+    gathered = rules.gather_bytes * (2 * per_layer + outside) + rules.wire_bytes * per_layer
+    whole = np.where(rules.full_working_copy, 0.0, rules.gather_bytes * count)
+    by_stage = np.where(layouts.zero >= 3, gathered, np.where(layouts.zero == 2, whole, 0.0))
+    sequence = np.where(layouts.sequence_parallel & (layouts.tp > 1), 2 * element * tokens * shape.hidden, 0.0)
+    return np.where(layouts.shard > 1, by_stage, 0.0) + sequence
+
+
+def layer_bytes(shape: Shape, layouts: Layouts, rules: Rules, element: Value) -> Floats:
+    """Bytes that one layer keeps of one micro-batch until its backward, under the layout's recompute policy."""
+    tp, sequence = layouts.tp, shape.sequence
+    tokens = layouts.micro_batch * sequence
+    local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
+    hidden = shape.hidden * local
+    dropout = float(rules.dropout)
+    split = 2 * shape.query + 2 * shape.key_value + shape.ffn * (2 + shape.gated)
+    core = 4.0 * shape.heads if rules.fused_attention else shape.heads * sequence * (element + 3 * dropout)
+    base = (4 * element + 2 * dropout) * hidden + element * split / tp
+    plain = base + core / tp
+    selective = base if not rules.layer_output_kept else rules.layer_output_kept * element * shape.hidden + 0.0 * base
+    policy = layouts.recompute
+    return tokens * np.where(policy == _FULL, element * hidden, np.where(policy == _SELECTIVE, selective, plain))

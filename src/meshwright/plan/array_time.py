@@ -1,0 +1,352 @@
+"""Seconds of a step, of many layouts at once: layers, ends, collectives, pipeline, optimizer.
+
+A layer's forward is the sum of its matrix products by the device's curve, attention by its own, what streams through
+memory, and the kernels' own time; host work is a floor below it. Collectives stand beside the computation that may
+hide them. ``docs/concepts/time-model.md`` has the formulas in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.job.efficiency import Efficiency
+from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts, axis_strides
+from meshwright.plan.collectives import Group, Network, all_reduce_seconds, round_seconds, send_seconds
+from meshwright.plan.rules import Rules
+from meshwright.plan.shape import Shape, Value
+from meshwright.plan.stages import Held, held
+
+_KERNELS_FORWARD = 22.0
+"""Kernels of one layer's forward in a plain network: 4 to 6 products, 3 or 4 of attention, norms, copies, residuals."""
+_KERNELS_BACKWARD = 40.0
+
+_FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates that times depend on: of one device, or arrays over the layouts."""
+
+    peak: Value
+    """FLOP/s of matrix products."""
+    attention_peak: Value
+    bandwidth: Value
+    """Bytes/s that streams reach."""
+    gemm: Value
+    area_half: Value
+    depth_half: Value
+    attention_forward: Value
+    attention_backward: Value
+    length_half: Value
+    launch: Value
+    dispatch: Value
+    element: float
+    """Bytes of one activation element."""
+
+    @classmethod
+    def of(cls, peak: float, bandwidth: float, efficiency: Efficiency, dtype: str, element: float) -> Machine:
+        """Of one device."""
+        curve = efficiency.gemm.get(dtype) or next(iter(efficiency.gemm.values()))
+        return cls(
+            peak=peak,
+            attention_peak=peak,
+            bandwidth=bandwidth * efficiency.memory,
+            gemm=curve.efficiency,
+            area_half=curve.area_half,
+            depth_half=curve.depth_half,
+            attention_forward=efficiency.attention.forward,
+            attention_backward=efficiency.attention.backward,
+            length_half=efficiency.attention.length_half,
+            launch=efficiency.launch,
+            dispatch=efficiency.dispatch,
+            element=element,
+        )
+
+    def product(self, m: Value, k: Value, n: Value) -> Value:
+        """Seconds of ``[m, k] x [k, n]``, without its launch; see ``job/efficiency.py``."""
+        return 2 * (m * n + self.area_half) * (k + self.depth_half) / (self.peak * self.gemm)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and micro-batch on one rank, without communication."""
+
+    forward: Floats
+    backward: Floats
+    core: Floats
+    """Forward of the attention core alone: what selective recomputation does again."""
+    host_forward: Floats
+    """What the host needs to issue the forward: a floor."""
+    host_backward: Floats
+
+
+def layer_time(shape: Shape, tp: Ints, micro_batch: Ints, sequence_parallel: Floats, machine: Machine,
+               rules: Rules) -> LayerTime:  # fmt: skip
+    """One transformer layer."""
+    rows = micro_batch * shape.sequence
+    query, key_value = shape.query / tp, shape.key_value / tp
+    hidden, ffn = shape.hidden, shape.ffn / tp
+    products = ((hidden, query + 2 * key_value), (query, hidden), (hidden, ffn * (1 + shape.gated)), (ffn, hidden))
+    forward, backward = np.asarray(0.0), np.asarray(0.0)
+    for k, n in products:
+        forward = forward + machine.product(rows, k, n)
+        backward = backward + machine.product(rows, n, k) + machine.product(k, rows, n)
+    core, core_backward = attention_time(shape, tp, micro_batch, machine, rules)
+    local = np.where(sequence_parallel > 0, 1 / tp, 1.0)
+    elements = stream_elements(shape, rules, hidden * local, query, key_value, ffn) * rows
+    stream = rules.elementwise * elements * machine.element / machine.bandwidth
+    apart = 0.0 if rules.fused_attention else 6.0 * ~softmax_in_one_kernel(shape, tp, micro_batch, rules)
+    kernels_f = rules.kernels * (_KERNELS_FORWARD + apart)
+    kernels_b = rules.kernels * (_KERNELS_BACKWARD + apart)
+    return LayerTime(
+        forward=forward + core + stream + kernels_f * machine.launch,
+        backward=backward + core_backward + 1.8 * stream + kernels_b * machine.launch,
+        core=core,
+        host_forward=np.asarray(kernels_f * machine.dispatch),
+        host_backward=np.asarray(kernels_b * machine.dispatch),
+    )
+
+
+def stream_elements(shape: Shape, rules: Rules, hidden: Value, query: Value, key_value: Value, ffn: Value) -> Value:
+    """Elements a token's forward reads and writes outside products and attention cores.
+
+    Two norms read and write (4), two residual additions read two and write one (6), with dropout also its mask and
+    result (2 x 3); rotations or biases of q, k and v read and write (2); the activation function reads its one or
+    two inputs and writes (2 or 3).
+    """
+    residual = 10 + 6 * float(rules.dropout)
+    return residual * hidden + 2 * (query + 2 * key_value) + (2 + shape.gated) * ffn
+
+
+def softmax_in_one_kernel(shape: Shape, tp: Ints, micro_batch: Ints, rules: Rules) -> Floats:
+    """Megatron's fused softmax takes whole groups of four score matrices, up to 2,048 keys (4,096 later)."""
+    whole = np.mod(micro_batch * shape.heads / tp, 4) == 0
+    return np.asarray(rules.fused_softmax & whole & (shape.sequence <= 4096))
+
+
+def attention_time(shape: Shape, tp: Ints, micro_batch: Ints, machine: Machine, rules: Rules) -> tuple[Floats, Floats]:
+    """Forward and backward of the attention core.
+
+    Fused: a fraction of the peak on causal FLOPs. Otherwise two batched products over whole score matrices and
+    passes over the scores: scale, mask and softmax in one kernel read and write them (2), apart they do so
+    three times (6); dropout adds 2.5; backward 1.5 times as much.
+    """
+    if rules.fused_attention:
+        flops = shape.attention_flops() * micro_batch / tp
+        short = 1 + machine.length_half / shape.sequence
+        forward = flops * short / (machine.attention_peak * machine.attention_forward)
+        return forward, 2.5 * flops * short / (machine.attention_peak * machine.attention_backward)
+    batches = micro_batch * shape.heads / tp
+    sequence, width = shape.sequence, shape.head_size
+    scores = machine.product(batches * sequence, width, sequence)
+    context = machine.product(batches * sequence, sequence, width)
+    one_kernel = softmax_in_one_kernel(shape, tp, micro_batch, rules)
+    passes = np.where(one_kernel, 2.0, 6.0) + 2.5 * float(rules.dropout) + 2
+    stream = passes * batches * sequence**2 * machine.element / machine.bandwidth
+    return scores + context + stream, 2 * (scores + context) + 1.5 * stream
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by part; they sum to ``total``."""
+
+    parts: dict[str, Floats]
+    total: Floats
+
+
+def step_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
+              layer: LayerTime | None = None, ranks: tuple[Held, Held, Held] | None = None) -> StepTime:  # fmt: skip
+    """The whole step.
+
+    Args:
+        shape: sizes.
+        layouts: columns.
+        network: links.
+        machine: rates.
+        rules: of the program.
+        layer: times of one layer, where they have been computed already.
+        ranks: what pipeline ranks hold, where not by ``stages.held``.
+    """
+    return _Step(shape, layouts, network, machine, rules, layer, ranks).result()
+
+
+class _Step:
+    """One call of :func:`step_time`, its common quantities named once."""
+
+    def __init__(self, shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
+                 layer: LayerTime | None, ranks: tuple[Held, Held, Held] | None) -> None:  # fmt: skip
+        self.shape, self.layouts, self.network, self.machine, self.rules = shape, layouts, network, machine, rules
+        self.strides = axis_strides(layouts)
+        self.groups = {
+            axis: Group.of(size, self.strides[axis], network)
+            for axis, size in (("tp", layouts.tp), ("shard", layouts.shard), ("replicate", layouts.replicas))
+        }
+        self.layer = layer or layer_time(
+            shape, layouts.tp, layouts.micro_batch, layouts.sequence_parallel.astype(float), machine, rules
+        )
+        self.ranks = ranks or held(layouts, shape.layers)
+        self.rows = layouts.micro_batch * shape.sequence
+
+    def result(self) -> StepTime:
+        compute = self._layer_parts()
+        pipeline = self._pipeline(compute)
+        reduction, gathers = self._gradients(pipeline)
+        update = self._optimizer()
+        waiting = self.rules.step_seconds + 0.0 * pipeline["forward"]
+        parts = {**pipeline, "optimizer": update, "other": waiting + pipeline["other"]}
+        for axis in ("shard", "replicate"):
+            parts[axis] = reduction[axis] + gathers[axis]
+        parts = {name: np.asarray(seconds, float) for name, seconds in parts.items()}
+        return StepTime(parts, np.add.reduce([np.broadcast_to(part, self.rows.shape) for part in parts.values()]))
+
+    def _layer_parts(self) -> dict[str, Floats]:
+        """Seconds of one layer and micro-batch: compute, host floors and exposed communication."""
+        layer, policy, rules = self.layer, self.layouts.recompute, self.rules
+        part = layer.core if rules.selective_part is None else rules.selective_part * layer.forward
+        again = np.where(policy == _FULL, layer.forward, np.where(policy == _SELECTIVE, part, 0.0))
+        # A micro-batch's host work is a floor under the device's.
+        forward = np.maximum(layer.forward, layer.host_forward)
+        host_again = np.where(policy == _FULL, layer.host_forward, 0.0)
+        backward = np.maximum(layer.backward + again, layer.host_backward + host_again)
+        tensor = self._tensor_round()
+        rounds_again = np.where(policy == _FULL, 4.0, 0.0)
+        hidden_part = 1 - rules.overlap_tensor
+        return {
+            "forward": forward,
+            "backward": backward - again,
+            "recompute": again,
+            "tensor_forward": 4.0 * tensor * hidden_part,
+            "tensor_backward": (4.0 + rounds_again) * tensor * hidden_part,
+        }
+
+    def _tensor_round(self) -> Floats:
+        """A quarter of a layer's forward communication along tp: one all-gather or reduce-scatter, or half of an
+        all-reduce.
+        """
+        payload = self.rows * self.shape.hidden * self.rules.wire_tp_bytes
+        rounds = round_seconds(payload, self.groups["tp"], self.network)
+        whole = all_reduce_seconds(payload, self.groups["tp"], self.network) / 2
+        return np.where(self.layouts.sequence_parallel, rounds, whole)
+
+    def _ends(self) -> tuple[Floats, Floats, Floats]:
+        """Seconds of embedding (forward and backward), of head and loss forward, and backward."""
+        shape, machine, tp = self.shape, self.machine, self.layouts.tp
+        vocabulary = shape.vocabulary / tp
+        head = machine.product(self.rows, shape.hidden, vocabulary)
+        back = machine.product(self.rows, vocabulary, shape.hidden)
+        back = back + machine.product(shape.hidden, self.rows, vocabulary)
+        logits = self.rules.logit_passes * self.rows * vocabulary * 4 / machine.bandwidth
+        embedding = 6 * self.rows * shape.hidden * machine.element / machine.bandwidth + 6 * machine.launch
+        return embedding, head + 0.4 * logits + 6 * machine.launch, back + 0.6 * logits + 6 * machine.launch
+
+    def _pipeline(self, layer: dict[str, Floats]) -> dict[str, Floats]:
+        """The step from the first forward to the last backward, by part."""
+        layouts, m = self.layouts, self.layouts.micro_batches.astype(float)
+        embedding, head_forward, head_backward = self._ends()
+        host = self.rules.micro_batch_seconds
+        per_layer = sum(layer.values())
+        times = [
+            rank.layers * per_layer + rank.embedding * embedding + rank.head * (head_forward + head_backward) + host
+            for rank in self.ranks
+        ]
+        gather = self._zero3_exposed(layer)
+        slowest = np.maximum(np.maximum(times[0], times[1]), times[2])
+        middle = np.maximum(layouts.pp - 2, 0)
+        total = times[0] * 1.0 + np.where(layouts.pp > 1, times[2], 0.0) + middle * times[1]
+        fill = np.maximum(total - slowest, 0.0) * _fill_factor(layouts)
+        which = np.argmax(np.stack(times), axis=0)
+        layers = np.choose(which, [rank.layers for rank in self.ranks])
+        has_head = np.choose(which, [rank.head for rank in self.ranks])
+        has_embedding = np.choose(which, [rank.embedding for rank in self.ranks])
+        transfer = self._transfer()
+        return {
+            "forward": m * (layers * layer["forward"] + has_head * head_forward + has_embedding * embedding / 3),
+            "backward": m * (layers * layer["backward"] + has_head * head_backward + has_embedding * embedding * 2 / 3),
+            "recompute": m * layers * layer["recompute"],
+            "tp": m * layers * (layer["tensor_forward"] + layer["tensor_backward"]),
+            "pp": transfer,
+            "bubble": fill,
+            "zero3": m * layers * gather,
+            "other": m * host,
+        }
+
+    def _transfer(self) -> Floats:
+        """Exposed sends between stages: two a micro-batch and boundary of a rank, and the fill's."""
+        layouts = self.layouts
+        payload = self.rows * self.shape.hidden * self.machine.element
+        one = send_seconds(payload, self.strides["pp"], self.network, self.rules.sliced_transfers, layouts.tp)
+        sends = 2 * layouts.micro_batches * layouts.virtual * (1 - self.rules.overlap_pipeline) + 2 * (layouts.pp - 1)
+        return np.where(layouts.pp > 1, sends * one, 0.0)
+
+    def _zero3_exposed(self, layer: dict[str, Floats]) -> Floats:
+        """Gathers of one layer and micro-batch that computation does not hide (ZeRO-3)."""
+        layouts, rules = self.layouts, self.rules
+        parameters = self.shape.split_parameters() / layouts.tp + self.shape.whole_parameters()
+        gather = round_seconds(parameters * rules.gather_bytes, self.groups["shard"], self.network)
+        reduce = round_seconds(parameters * rules.wire_bytes, self.groups["shard"], self.network)
+        reduce = reduce * float(rules.reduce_each_micro_batch)
+        forward = layer["forward"] + layer["tensor_forward"]
+        backward = layer["backward"] + layer["recompute"] + layer["tensor_backward"]
+        hidden = rules.overlap_gathers
+        exposed = _exposed(gather, forward, hidden) + _exposed(gather + reduce, backward, hidden)
+        return np.where(layouts.zero >= 3, exposed, 0.0)
+
+    def _local_parameters(self) -> Floats:
+        """Parameters on a rank of the fullest pipeline rank, before sharding."""
+        shape, tp = self.shape, self.layouts.tp
+        per_layer = shape.split_parameters() / tp + shape.whole_parameters()
+        ends = shape.vocabulary * shape.hidden / tp
+        counts = [rank.layers * per_layer + (1.0 * rank.embedding + 1.0 * rank.head) * ends for rank in self.ranks]
+        return np.maximum(np.maximum(counts[0], counts[1]), counts[2])
+
+    def _gradients(self, pipeline: dict[str, Floats]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Exposed reduction of gradients by axis, and exposed gathers of updated parameters."""
+        layouts, rules, network = self.layouts, self.rules, self.network
+        local = self._local_parameters()
+        payload = local * rules.wire_bytes
+        shard, copies = self.groups["shard"], self.groups["replicate"]
+        scattered = round_seconds(payload, shard, network)
+        in_shard = np.where(layouts.zero == 0, all_reduce_seconds(payload, shard, network), scattered)
+        rounds = np.where((layouts.zero >= 2) & rules.reduce_each_micro_batch, layouts.micro_batches, 1)
+        in_shard = np.where(layouts.zero >= 3, 0.0 if rules.reduce_each_micro_batch else in_shard, in_shard * rounds)
+        across = all_reduce_seconds(payload / np.where(layouts.zero > 0, layouts.shard, 1), copies, network)
+        across = np.where((layouts.zero == 0) & (layouts.replicas > 1), across, np.where(layouts.zero > 0, across, 0.0))
+        last = (
+            (pipeline["backward"] + pipeline["recompute"])
+            / layouts.micro_batches
+            * np.where((layouts.zero >= 2) & rules.reduce_each_micro_batch, layouts.micro_batches, 1)
+        )
+        wanted = in_shard + across
+        exposed = _exposed(wanted, last, rules.overlap_gradients)
+        part = exposed / np.maximum(wanted, 1e-30)
+        gather = round_seconds(local * rules.gather_bytes, shard, network)
+        gather = np.where((layouts.zero == 1) | (layouts.zero == 2), gather, 0.0)
+        hidden = _exposed(gather, pipeline["forward"] / layouts.micro_batches, rules.overlap_gathers)
+        return (
+            {"shard": in_shard * part, "replicate": across * part},
+            {"shard": hidden + pipeline.pop("zero3"), "replicate": 0.0 * across},
+        )
+
+    def _optimizer(self) -> Floats:
+        """Clipping and the update: streams through the state of the parameters a rank owns."""
+        layouts = self.layouts
+        owned = self._local_parameters() / np.where(layouts.zero >= 1, layouts.shard, 1)
+        return owned * self.rules.optimizer_bytes / self.machine.bandwidth
+
+
+def _exposed(wanted: Floats, cover: Floats, part: float) -> Floats:
+    """What is left of ``wanted`` seconds when ``part`` of it may run under ``cover`` seconds."""
+    return wanted - np.minimum(part * wanted, cover)
+
+
+_FILL = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "looped-bfs": 1.0,
+         "zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 1 / 3}  # fmt: skip
+"""Bubble over 1F1B's, at forward = input gradient = weight gradient; loops divide it by the stages a rank."""
+
+
+def _fill_factor(layouts: Layouts) -> Floats:
+    factors = np.array([_FILL[name] for name in SCHEDULES])[layouts.schedule]
+    looped = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("interleaved", "looped-bfs", "zero-bubble")])
+    return factors / np.where(looped, layouts.virtual, 1)
