@@ -194,12 +194,18 @@ class _Step:
         pipeline = self._pipeline(compute)
         reduction, gathers = self._gradients(pipeline)
         update = self._optimizer()
-        waiting = self.rules.step_seconds + 0.0 * pipeline["forward"]
-        parts = {**pipeline, "optimizer": update, "other": waiting + pipeline["other"]}
+        parts = {**pipeline, "optimizer": update, "other": self.rules.step_seconds + pipeline["other"]}
+        nodes = np.maximum(1.0, self.layouts.ranks / self.network.devices_per_node)
+        busy = pipeline["forward"] + pipeline["backward"] + pipeline["recompute"]
+        parts["waiting"] = self.rules.wait_per_doubling * np.log2(nodes) * busy
         for axis in ("shard", "replicate"):
             parts[axis] = reduction[axis] + gathers[axis]
-        parts = {name: np.asarray(seconds, float) for name, seconds in parts.items()}
-        return StepTime(parts, np.add.reduce([np.broadcast_to(part, self.rows.shape) for part in parts.values()]))
+        length = self.layouts.dp.shape
+        parts = {name: np.broadcast_to(np.asarray(seconds, float), length) for name, seconds in parts.items()}
+        total = np.zeros(length)
+        for seconds in parts.values():
+            total += seconds
+        return StepTime(parts, total)
 
     def _layer_parts(self) -> dict[str, Floats]:
         """Seconds of one layer and micro-batch: compute, host floors and exposed communication."""

@@ -72,6 +72,9 @@ class Rules:
     """Selective recomputation of whole products: bytes a token and layer keeps, in hidden sizes; 0: by the core."""
     logit_bytes: float = 12.0
     """Of one logit at the loss: the 16-bit logits, float32 ones, and their gradient."""
+    wait_per_doubling: float = 0.0
+    """Part of the computation lost to the slowest rank, for each doubling of the nodes."""
+
     context_bytes: float = 0.0
     """The runtime's own: context, collective buffers, workspaces."""
     slack: float = 0.0
