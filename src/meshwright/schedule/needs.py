@@ -46,9 +46,23 @@ def needs(table: Table) -> Integers:
     return np.select([kind == FORWARD, kind == WEIGHT], [before[at], backward[at]], after[at])
 
 
+def boundaries(table: Table) -> Integers:
+    """The boundary each action's result crosses to another rank, ``[actions]``; -1: none.
+
+    Boundary ``s`` lies between stages ``s`` and ``s + 1``. Results for a stage of the same rank are not sent.
+    """
+    ahead = table.kind == FORWARD
+    boundary = np.where(ahead, table.stage, table.stage - 1)
+    crosses = (table.kind != WEIGHT) & (boundary >= 0) & (boundary < table.stage_count - 1)
+    holder = table.rank_of_stage
+    inside = np.where(crosses, boundary, 0)
+    other = np.minimum(inside + 1, table.stage_count - 1)
+    return np.where(crosses & (holder[inside] != holder[other]), boundary, -1)
+
+
 def leaves_after(table: Table) -> Integers:
-    """The action after which each action's result is sent, ``[actions]``: itself, or the next where it is held."""
-    return np.arange(len(table.kind)) + table.held
+    """The action after which each action's result is there, ``[actions]``: itself, or the next if held and sent."""
+    return np.arange(len(table.kind)) + (table.held & (boundaries(table) >= 0))
 
 
 class Rounds(NamedTuple):
