@@ -156,6 +156,34 @@ class StepTime:
     total: Floats
 
 
+@dataclass(frozen=True)
+class PassTime:
+    """What one micro-batch takes on a pipeline rank, by what the rank holds; exposed communication included.
+
+    Seconds, arrays over the layouts. An event simulation puts them together stage by stage, where ``step_time``
+    takes the slowest rank and a formula for the bubble.
+    """
+
+    layer_forward: Floats
+    layer_input: Floats
+    """Backward of one layer without ``layer_weight``, recomputation included."""
+    layer_weight: Floats
+    """The products that make weight gradients."""
+    embedding: Floats
+    """Forward and backward."""
+    head_forward: Floats
+    head_backward: Floats
+    host: Floats
+    """Of every micro-batch on every rank."""
+    send: Floats
+    """One message between stages."""
+
+
+def pass_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules) -> PassTime:
+    """What ``step_time`` is made of, for an event simulation."""
+    return _Step(shape, layouts, network, machine, rules, None, None).passes()
+
+
 def step_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
               layer: LayerTime | None = None, ranks: tuple[Held, Held, Held] | None = None) -> StepTime:  # fmt: skip
     """The whole step.
@@ -207,6 +235,31 @@ class _Step:
             total += seconds
         return StepTime(parts, total)
 
+    def passes(self) -> PassTime:
+        """See :class:`PassTime`."""
+        layer, shape, machine, tp = self._layer_parts(), self.shape, self.machine, self.layouts.tp
+        forward_gather, backward_gather = self._zero3_exposed(layer)
+        embedding, head_forward, head_backward = self._ends()
+        query, key_value, ffn = shape.query / tp, shape.key_value / tp, shape.ffn / tp
+        products = ((shape.hidden, query + 2 * key_value), (query, shape.hidden),
+                    (shape.hidden, ffn * (1 + shape.gated)), (ffn, shape.hidden))  # fmt: skip
+        weight = sum(machine.product(k, self.rows, n) for k, n in products)
+        backward = layer["backward"] + layer["recompute"] + layer["tensor_backward"] + backward_gather
+        payload = self.rows * shape.hidden * machine.element
+        send = send_seconds(payload, self.strides["pp"], self.network, self.rules.sliced_transfers, tp)
+        parts = {
+            "layer_forward": layer["forward"] + layer["tensor_forward"] + forward_gather,
+            "layer_input": np.maximum(backward - weight, 0.0),
+            "layer_weight": np.minimum(weight, backward),
+            "embedding": embedding,
+            "head_forward": head_forward,
+            "head_backward": head_backward,
+            "host": self.rules.micro_batch_seconds,
+            "send": send,
+        }
+        length = self.layouts.dp.shape
+        return PassTime(**{name: np.broadcast_to(np.asarray(value, float), length) for name, value in parts.items()})
+
     def _layer_parts(self) -> dict[str, Floats]:
         """Seconds of one layer and micro-batch: compute, host floors and exposed communication."""
         layer, policy, rules = self.layer, self.layouts.recompute, self.rules
@@ -257,7 +310,7 @@ class _Step:
             rank.layers * per_layer + rank.embedding * embedding + rank.head * (head_forward + head_backward) + host
             for rank in self.ranks
         ]
-        gather = self._zero3_exposed(layer)
+        gather = sum(self._zero3_exposed(layer))
         slowest = np.maximum(np.maximum(times[0], times[1]), times[2])
         middle = np.maximum(layouts.pp - 2, 0)
         total = times[0] * 1.0 + np.where(layouts.pp > 1, times[2], 0.0) + middle * times[1]
@@ -286,8 +339,8 @@ class _Step:
         sends = 2 * layouts.micro_batches * layouts.virtual * (1 - self.rules.overlap_pipeline) + 2 * (layouts.pp - 1)
         return np.where(layouts.pp > 1, sends * one, 0.0)
 
-    def _zero3_exposed(self, layer: dict[str, Floats]) -> Floats:
-        """Gathers of one layer and micro-batch that computation does not hide (ZeRO-3)."""
+    def _zero3_exposed(self, layer: dict[str, Floats]) -> tuple[Floats, Floats]:
+        """Gathers of one layer and micro-batch that computation does not hide, forward and backward (ZeRO-3)."""
         layouts, rules = self.layouts, self.rules
         parameters = self.shape.split_parameters() / layouts.tp + self.shape.whole_parameters()
         gather = round_seconds(parameters * rules.gather_bytes, self.groups["shard"], self.network)
@@ -296,8 +349,11 @@ class _Step:
         forward = layer["forward"] + layer["tensor_forward"]
         backward = layer["backward"] + layer["recompute"] + layer["tensor_backward"]
         hidden = rules.overlap_gathers
-        exposed = _exposed(gather, forward, hidden) + _exposed(gather + reduce, backward, hidden)
-        return np.where(layouts.zero >= 3, exposed, 0.0)
+        sharded = layouts.zero >= 3
+        return (
+            np.where(sharded, _exposed(gather, forward, hidden), 0.0),
+            np.where(sharded, _exposed(gather + reduce, backward, hidden), 0.0),
+        )
 
     def _local_parameters(self) -> Floats:
         """Parameters on a rank of the fullest pipeline rank, before sharding."""
