@@ -29,19 +29,16 @@ class Passes:
     backwards_after_backward: int
     """Backward passes right behind another."""
 
-    def gathers(self, index: int, layers: int) -> tuple[int, int]:
-        """How often group ``index`` of a stage of ``layers`` (the last group: what is outside) is gathered.
-
-        Returns:
-            In forward, in backward.
-        """
+    def layer_gathers(self, layers: int) -> tuple[int, int]:
+        """How often layers are gathered, all together: in forward, in backward."""
         if not self.frees:
-            return 1, 0
-        if index == layers:
-            # Kept from forward to backward, freed by backward.
-            return self.forwards_after_backward, self.backwards_after_backward
-        kept = self.keeps_last and index == layers - 1
-        return self.micro_batches, 0 if kept else self.micro_batches
+            return layers, 0
+        again = layers - 1 if self.keeps_last else layers
+        return self.micro_batches * layers, self.micro_batches * again
+
+    def rest_gathers(self) -> tuple[int, int]:
+        """How often what is outside the layers is gathered: kept from forward to backward, freed by backward."""
+        return (self.forwards_after_backward, self.backwards_after_backward) if self.frees else (1, 0)
 
 
 def passes_of(job: Job, place: Place, stage: StagePlace) -> Passes:

@@ -47,9 +47,9 @@ class LocalTensor:
         return len(self.shape) > 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagePlace:
-    """One pipeline stage on one rank."""
+    """One pipeline stage on one rank; the same object on all ranks of a job that hold it."""
 
     number: int
     layers: range
@@ -67,13 +67,9 @@ class StagePlace:
         return sum(tensor.count for tensor in self.tensors)
 
     @cached_property
-    def blocks(self) -> tuple[tuple[LocalTensor, ...], ...]:
-        """The tensors of each layer."""
-        by_layer: dict[int, list[LocalTensor]] = {layer: [] for layer in self.layers}
-        for tensor in self.tensors:
-            if tensor.layer is not None:
-                by_layer[tensor.layer].append(tensor)
-        return tuple(tuple(tensors) for tensors in by_layer.values())
+    def block(self) -> tuple[LocalTensor, ...]:
+        """The tensors of its first layer; all layers are of the same shapes."""
+        return tuple(tensor for tensor in self.tensors if self.layers and tensor.layer == self.layers[0])
 
     @cached_property
     def rest(self) -> tuple[LocalTensor, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from meshwright.job.job import Job
-from meshwright.ledger.ledger import Ledger, RankLedger, Send, Stores
+from meshwright.ledger.ledger import Computes, Ledger, RankLedger, Send, Stores
+from meshwright.plan.flops import flops
 from meshwright.plan.passes import passes_of
 from meshwright.plan.place import Place, every_place, places
-from meshwright.plan.state import division, state_bytes
+from meshwright.plan.state import division, full_shards, state_bytes
 from meshwright.plan.traffic import depends_on_tp_rank, sends, traffic
 from meshwright.plan.wire import Backend
 
@@ -24,14 +25,18 @@ def predict(job: Job, ranks: Sequence[int] | None = None, *, backend: Backend | 
     Raises:
         InputError: the job is not resolved or cannot be trained, or there is no such rank.
     """
-    if backend is None:
-        backend = "nccl" if job.cluster.device == "cuda" else "gloo"
+    backend = backend or backend_of(job)
     predictor = _Predictor(job, backend)
     chosen = every_place(job) if ranks is None else places(job, ranks)
     entries = tuple(sorted((predictor.entry(place) for place in chosen), key=lambda entry: entry.rank))
     return Ledger.model_construct(
         source="predicted", layout=str(job.layout), world=job.layout.ranks, backend=backend, ranks=entries
     )
+
+
+def backend_of(job: Job) -> Backend:
+    """Whose collectives the job runs on."""
+    return "nccl" if job.cluster.device == "cuda" else "gloo"
 
 
 class _Predictor:
@@ -41,7 +46,11 @@ class _Predictor:
         self._job, self._backend = job, backend
         self._kinds: dict[int, int] = {}
         """By pipeline rank."""
+        self._full_shards: dict[int, int] = {}
+        """By pipeline rank."""
         self._known: dict[Hashable, int] = {}
+        self._computes: dict[int, Computes] = {}
+        """By pipeline rank."""
         self._stores: dict[Hashable, Stores] = {}
         self._sends: dict[Hashable, tuple[Send, ...]] = {}
         self._by_tp_rank: dict[Hashable, bool] = {}
@@ -49,16 +58,23 @@ class _Predictor:
     def entry(self, place: Place) -> RankLedger:
         """One rank's entry."""
         where = place.coordinates
-        alike = (self._kind(place), division(self._job, place).shard)
+        alike = (self._kind(place), self._shard(place))
         if alike not in self._stores:
             self._stores[alike] = self._stored(place)
-            self._by_tp_rank[alike] = depends_on_tp_rank(self._job, place)
-        copy = where[1:3] if place.spec.tied else None
-        key = (alike, copy, where.tp if self._by_tp_rank[alike] else 0)
+        cut = (alike, self._cut(place))
+        if cut not in self._by_tp_rank:
+            self._by_tp_rank[cut] = depends_on_tp_rank(self._job, place)
+        key = (cut, where.tp if self._by_tp_rank[cut] else 0)
         if key not in self._sends:
             self._sends[key] = sends(traffic(self._job, place, self._backend))
+        if where.pp not in self._computes:
+            self._computes[where.pp] = flops(self._job, place)
         return RankLedger.model_construct(
-            rank=place.rank, place=where._asdict(), stores=self._stores[alike], sends=self._sends[key]
+            rank=place.rank,
+            place=where._asdict(),
+            stores=self._stores[alike],
+            computes=self._computes[where.pp],
+            sends=self._sends[key],
         )
 
     def _kind(self, place: Place) -> int:
@@ -76,6 +92,23 @@ class _Predictor:
             )  # fmt: skip
             self._kinds[pp] = self._known.setdefault(stages, len(self._known))
         return self._kinds[pp]
+
+    def _shard(self, place: Place) -> int:
+        """The rank's shard of the state; -1 for all that hold no padding: they are of one size."""
+        divided = division(self._job, place)
+        pp = place.coordinates.pp
+        if pp not in self._full_shards:
+            self._full_shards[pp] = full_shards(self._job, place)
+        return -1 if divided.shard < self._full_shards[pp] else divided.shard
+
+    def _cut(self, place: Place) -> tuple[int, ...]:
+        """Which of the flat buckets' chunks and pieces are the rank's, where it matters what tensors they fall on."""
+        divided = division(self._job, place)
+        if divided.grouped:
+            return ()
+        if place.spec.tied and self._job.layout.stage_count > 1:
+            return (divided.shard, divided.copy)
+        return (divided.shard,) if place.tp > 1 else ()
 
     def _stored(self, place: Place) -> Stores:
         parameters, gradients, optimizer = state_bytes(self._job, place)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from meshwright.job.job import Job
@@ -79,6 +79,8 @@ class Bucket:
 
     tensors: tuple[LocalTensor, ...]
     division: Division
+    times: int
+    """How many alike the rank has."""
 
     @cached_property
     def filled(self) -> int:
@@ -105,6 +107,11 @@ class Bucket:
         """Elements this rank updates."""
         return max(0, min(self.chunk, self.filled - self.division.shard * self.chunk))
 
+    @property
+    def full_shards(self) -> int:
+        """How many shards, from the first, have no padding."""
+        return self.filled // self.chunk
+
     def ranges(self) -> Iterator[Range]:
         """What the rank updates: its chunk, cut where tensors and where its piece begin and end."""
         start = self.division.shard * self.chunk
@@ -125,6 +132,8 @@ class Group:
 
     tensors: tuple[LocalTensor, ...]
     division: Division
+    times: int
+    """How many alike the rank has: the layers of a stage are."""
 
     @cached_property
     def row(self) -> int:
@@ -146,6 +155,11 @@ class Group:
         """Elements this rank updates."""
         return sum(self._mine(tensor) for tensor in self.tensors)
 
+    @property
+    def full_shards(self) -> int:
+        """How many shards, from the first, have no padding."""
+        return min(tensor.count // self._part(tensor) for tensor in self.tensors)
+
     def ranges(self) -> Iterator[Range]:
         """What the rank updates: its rows of each tensor, in as many ranges as there are copies."""
         for tensor in self.tensors:
@@ -162,18 +176,31 @@ class Group:
         return max(0, min(part, tensor.count - self.division.shard * part))
 
 
-def buckets(job: Job, place: Place, divided: Division | None = None) -> list[Bucket]:
-    """The flat buckets of all stages of a rank (replicated, ZeRO-1), in the order they are reduced."""
-    divided = divided or division(job, place)
+def buckets(job: Job, place: Place, divided: Division) -> list[Bucket]:
+    """The flat buckets of all stages of a rank (replicated, ZeRO-1)."""
     limit = job.memory.bucket_bytes // place.wide_bytes
     apart = place.spec.tied and job.layout.stage_count > 1
-    return [Bucket(tensors, divided) for stage in place.stages for tensors in _packed(stage.tensors, limit, apart)]
+    return [
+        Bucket(tensors, divided, times)
+        for stage in place.stages
+        for tensors, times in _distinct_buckets(stage, limit, apart)
+    ]
 
 
-def _packed(tensors: Sequence[LocalTensor], limit: int, apart: bool) -> Iterator[tuple[LocalTensor, ...]]:
+@lru_cache(maxsize=4096)
+def _distinct_buckets(stage: StagePlace, limit: int, apart: bool) -> list[tuple[tuple[LocalTensor, ...], int]]:
+    """The buckets of a stage; those of the same shapes once, and how many they are."""
+    alike: dict[object, list[tuple[LocalTensor, ...]]] = {}
+    for tensors in packed(stage.tensors, limit, apart):
+        key = tuple((tensor.shape, tensor.tp_replicated, tensor.embedding) for tensor in tensors)
+        alike.setdefault(key, []).append(tensors)
+    return [(same[0], len(same)) for same in alike.values()]
+
+
+def packed(tensors: Sequence[LocalTensor], limit: int, apart: bool) -> Iterator[tuple[LocalTensor, ...]]:
     """From the last tensor to the first: as many as ``limit`` elements hold, or one that is larger.
 
-    The copies of a tied embedding stand alone, so that the first and the last stage divide theirs alike.
+    ``apart``: the copies of a tied embedding stand alone, so that the first and the last stage divide theirs alike.
     """
     collected: list[LocalTensor] = []
     filled = 0
@@ -191,21 +218,20 @@ def _packed(tensors: Sequence[LocalTensor], limit: int, apart: bool) -> Iterator
 
 
 def stage_groups(stage: StagePlace, divided: Division) -> list[Group]:
-    """The groups of a stage (ZeRO-2, 3): one a layer, and one for what stands outside, if anything does."""
-    groups = [Group(tensors, divided) for tensors in stage.blocks]
-    return groups + ([Group(stage.rest, divided)] if stage.rest else [])
+    """The groups of a stage (ZeRO-2, 3): one for each layer, and one for what stands outside, if anything does."""
+    groups = [Group(stage.block, divided, len(stage.layers))] if stage.layers else []
+    return groups + ([Group(stage.rest, divided, 1)] if stage.rest else [])
 
 
-def groups(job: Job, place: Place, divided: Division | None = None) -> list[Group]:
+def groups(place: Place, divided: Division) -> list[Group]:
     """The groups of all stages of a rank (ZeRO-2, 3)."""
-    divided = divided or division(job, place)
     return [group for stage in place.stages for group in stage_groups(stage, divided)]
 
 
 def units(job: Job, place: Place) -> Sequence[Bucket | Group]:
     """What the rank's state is divided in: buckets, or groups."""
     divided = division(job, place)
-    return groups(job, place, divided) if divided.grouped else buckets(job, place, divided)
+    return groups(place, divided) if divided.grouped else buckets(job, place, divided)
 
 
 def moments(optimizer: OptimizerSection) -> int:
@@ -226,15 +252,15 @@ def parameter_bytes(job: Job, place: Place) -> list[Amount]:
     """Working copies and masters."""
     divided, p, w = division(job, place), place.parameter_bytes, place.wide_bytes
     if divided.grouped:
-        rows = [group.row for group in groups(job, place, divided)]
-        text = f"{w} bytes x {sum(rows):,} elements: 1/{divided.shards} of each tensor's rows, rounded up"
-        return [Amount("masters and parameters", text, w * sum(rows))]
+        rows = sum(group.row * group.times for group in groups(place, divided))
+        text = f"{w} bytes x {rows:,} elements: 1/{divided.shards} of each tensor's rows, rounded up"
+        return [Amount("masters and parameters", text, w * rows)]
     flat = buckets(job, place, divided)
-    size = sum(bucket.size for bucket in flat)
-    text = f"{p} bytes x {size:,} elements in {len(flat)} buckets, each padded to a multiple of {divided.degree}"
+    size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
+    text = f"{p} bytes x {size:,} elements in {count} buckets, each padded to a multiple of {divided.degree}"
     amounts = [Amount("parameters", text, p * size)]
     if w > p:
-        kept = sum(bucket.chunk for bucket in flat if bucket.owned)
+        kept = sum(bucket.chunk * bucket.times for bucket in flat if bucket.owned)
         text = f"{w} bytes x {kept:,} elements: 1/{divided.shards} of each bucket"
         amounts.append(Amount("masters", text, w * kept))
     return amounts
@@ -242,18 +268,16 @@ def parameter_bytes(job: Job, place: Place) -> list[Amount]:
 
 def gradient_bytes(job: Job, place: Place) -> list[Amount]:
     """The buffers in which gradients are summed."""
-    divided, w = division(job, place), place.wide_bytes
+    divided, w, copies = division(job, place), place.wide_bytes, division(job, place).copies
     if divided.grouped:
-        rows = sum(group.piece * divided.copies for group in groups(job, place, divided))
-        text = (
-            f"{w} bytes x {rows:,} elements: 1/{divided.shards} of each group, padded to a multiple of {divided.copies}"
-        )
-        return [Amount("gradient sums", text, w * rows)]
+        sums = sum(group.piece * copies * group.times for group in groups(place, divided))
+        text = f"{w} bytes x {sums:,} elements: 1/{divided.shards} of each group, padded to a multiple of {copies}"
+        return [Amount("gradient sums", text, w * sums)]
     flat = buckets(job, place, divided)
-    size = sum(bucket.size for bucket in flat)
-    amounts = [Amount("gradients", f"{w} bytes x {size:,} elements in {len(flat)} buckets", w * size)]
+    size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
+    amounts = [Amount("gradients", f"{w} bytes x {size:,} elements in {count} buckets", w * size)]
     if divided.every_step:
-        pieces = sum(bucket.piece for bucket in flat)
+        pieces = size // divided.degree
         text = f"{w} bytes x {pieces:,} elements: 1/{divided.degree} of each bucket, summed in order"
         amounts.append(Amount("sums in batch order", text, w * pieces))
     return amounts
@@ -264,7 +288,7 @@ def optimizer_bytes(job: Job, place: Place) -> list[Amount]:
     kept, w = moments(job.optimizer), place.wide_bytes
     if not kept:
         return []
-    owned = sum(unit.owned for unit in units(job, place))
+    owned = sum(unit.owned * unit.times for unit in units(job, place))
     name = "first and second moments" if kept == 2 else "momentum"
     return [Amount(name, f"{kept} x {w} bytes x {owned:,} elements that this rank updates", kept * w * owned)]
 
@@ -278,6 +302,11 @@ def state_bytes(job: Job, place: Place) -> tuple[int, int, int]:
     return parameters, gradients, optimizer
 
 
+def full_shards(job: Job, place: Place) -> int:
+    """How many shards, from the first, hold nothing but elements of tensors: the same number of each."""
+    return min((unit.full_shards for unit in units(job, place)), default=job.layout.shard_degree)
+
+
 LANES = 64
 """Elements a kernel takes at a time: what a range has beyond a multiple of them is copied to a row of its own."""
 
@@ -288,5 +317,5 @@ def lane_bytes(job: Job, place: Place) -> int:
     One row of ``LANES`` elements for the values, the gradients and each moment, for every owned range whose size is
     not a multiple of ``LANES``.
     """
-    tails = sum(piece.count % LANES > 0 for unit in units(job, place) for piece in unit.ranges())
+    tails = sum(unit.times for unit in units(job, place) for piece in unit.ranges() if piece.count % LANES)
     return (2 + moments(job.optimizer)) * LANES * tails * place.wide_bytes

@@ -15,7 +15,7 @@ from meshwright.plan import wire
 from meshwright.plan.passes import Passes, passes_of
 from meshwright.plan.place import Place, StagePlace
 from meshwright.plan.state import Division, buckets, division, stage_groups, units
-from meshwright.plan.wire import Backend
+from meshwright.plan.wire import Backend, Wired
 
 _COUNT_BYTES = 8
 """Numbers that ranks agree on are int64 or float64."""
@@ -23,13 +23,13 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True)
 class Sent:
-    """Messages of one origin: ``messages`` of them with ``payload`` and ``wire`` bytes together."""
+    """Messages of one origin: ``messages`` of them with these bytes together."""
 
     axis: str
     operation: str
     phase: str
     payload: int
-    wire: int
+    wired: Wired
     messages: int
     formula: str
     """How the payload comes about, with its numbers."""
@@ -41,7 +41,7 @@ def traffic(job: Job, place: Place, backend: Backend = "gloo") -> list[Sent]:
     Args:
         job: resolved.
         place: the rank's.
-        backend: whose algorithms ``wire`` is of.
+        backend: whose algorithms wire bytes are of.
     """
     divided = division(job, place)
     passes = {stage.number: passes_of(job, place, stage) for stage in place.stages}
@@ -68,7 +68,7 @@ def sends(found: Iterable[Sent]) -> tuple[Send, ...]:
     sums: dict[tuple[str, str, str], list[int]] = {}
     for sent in found:
         total = sums.setdefault((sent.axis, sent.operation, sent.phase), [0, 0, 0])
-        for index, value in enumerate((sent.payload, sent.wire, sent.messages)):
+        for index, value in enumerate((sent.payload, sent.wired.bytes, sent.messages)):
             total[index] += value
     return tuple(
         Send(axis=axis, operation=operation, phase=phase, payload=payload, wire=wired, messages=messages)
@@ -119,7 +119,7 @@ def _pipeline(job: Job, place: Place) -> Iterator[Sent]:
         ):
             if leaves and other not in here:
                 text = f"stage {stage.number} to {other}: {shape}"
-                yield Sent("pp", "send", phase, count * size, count * size, count, text)
+                yield Sent("pp", "send", phase, count * size, wire.send(count * size), count, text)
 
 
 # -- tensor parallel ----------------------------------------------------------------------------------
@@ -164,14 +164,15 @@ def _loss(place: Place, degree: int, backend: Backend) -> Iterator[Sent]:
     for numbers, name, ordered in ((1, "largest logit", True), (2, "sum and target's logit", False)):
         elements = numbers * place.tokens
         native = ordered and backend == "gloo"
-        wired = m * wire.all_reduce(elements, w, degree, backend, index=index, ordered=native)
+        wired = wire.all_reduce(elements, w, degree, backend, index=index, ordered=native).times(m)
         text = f"{name}: {w} bytes x {elements} x {m} micro-batches"
         yield Sent("tp", "all_reduce", "forward", m * w * elements, wired, m, text)
 
 
 def _replicated_elements(job: Job, place: Place) -> int:
-    ranges = (piece for unit in units(job, place) for piece in unit.ranges())
-    return sum(piece.count for piece in ranges if piece.tensor.tp_replicated)
+    return sum(
+        unit.times * piece.count for unit in units(job, place) for piece in unit.ranges() if piece.tensor.tp_replicated
+    )
 
 
 def _replicated_gradients(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
@@ -208,7 +209,7 @@ def _bucketed(job: Job, place: Place, divided: Division) -> Iterator[Sent]:
     if divided.degree == 1:
         return
     flat, w, p, m = buckets(job, place, divided), place.wide_bytes, place.parameter_bytes, place.micro_batches
-    size, count = sum(bucket.size for bucket in flat), len(flat)
+    size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
     chunk, piece = size // divided.shards, size // divided.degree
     copies, shards, axis = divided.copies, divided.shards, divided.copy_axis
     if divided.every_step:
@@ -240,27 +241,28 @@ def _grouped(job: Job, place: Place, divided: Division, passes: dict[int, Passes
 
 def _gathered(place: Place, stage: StagePlace, divided: Division, passes: Passes) -> Iterator[Sent]:
     p, shards = place.parameter_bytes, divided.shards
-    for index, group in enumerate(stage_groups(stage, divided)):
-        counts = passes.gathers(index, len(stage.layers))
+    for group in stage_groups(stage, divided):
+        inside = group.tensors is stage.block
+        name = "layers" if inside else "what is outside the layers"
+        counts = passes.layer_gathers(group.times) if inside else passes.rest_gathers()
         for phase, count in zip(("forward", "backward"), counts, strict=True):
             payload = p * group.row * count
-            name = "layer" if index < len(stage.layers) else "what is outside the layers"
-            text = f"{name}: {p} bytes x {group.row:,} elements, 1/{shards} of it, x {count}"
+            text = f"{name}: {p} bytes x {group.row:,} elements, 1/{shards} of a group, x {count}"
             yield Sent("shard", "all_gather", phase, payload, wire.all_gather(payload, shards), count, text)
 
 
 def _reduced(place: Place, stage: StagePlace, divided: Division) -> Iterator[Sent]:
-    w, m, copies = place.wide_bytes, place.micro_batches, divided.copies
+    w, m, copies, shards = place.wide_bytes, place.micro_batches, divided.copies, divided.shards
     for group in stage_groups(stage, divided):
-        payload = w * group.size * m
-        wired = wire.reduce_scatter(payload, divided.shards)
-        text = f"{w} bytes x {group.size:,} elements x {m} micro-batches"
+        times = group.times
+        payload = w * group.size * m * times
+        text = f"{w} bytes x {group.size:,} elements x {times} alike x {m} micro-batches"
         axis, operation = ("dp", "all_to_all") if divided.every_step else ("shard", "reduce_scatter")
-        yield Sent(axis, operation, "reduce", payload, wired, m, text)
+        yield Sent(axis, operation, "reduce", payload, wire.reduce_scatter(payload, shards), m * times, text)
         if copies > 1:
-            part, whole = w * group.piece, w * group.piece * copies
-            text = f"{w} bytes x {group.piece * copies:,} elements: this rank's part, across {copies} copies"
-            yield Sent(
-                divided.copy_axis, "reduce_scatter", "reduce", whole, wire.reduce_scatter(whole, copies), 1, text
-            )
-            yield Sent(divided.copy_axis, "all_gather", "reduce", part, wire.all_gather(part, copies), 1, text)
+            part, whole = w * group.piece * times, w * group.piece * copies * times
+            text = f"{w} bytes x {group.piece * copies:,} elements x {times} alike, across {copies} copies"
+            axis, wired = divided.copy_axis, wire.reduce_scatter(whole, copies)
+            yield Sent(axis, "reduce_scatter", "reduce", whole, wired, times, text)
+            text = f"{w} bytes x {group.piece:,} elements x {times} alike, back to {copies} copies"
+            yield Sent(axis, "all_gather", "reduce", part, wire.all_gather(part, copies), times, text)

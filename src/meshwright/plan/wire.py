@@ -14,7 +14,7 @@ Group of P, n payload bytes (of an all-gather this rank's part). On CPU the coll
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Backend = Literal["gloo", "nccl"]
 
@@ -22,19 +22,35 @@ ONE_ROUND = 512 * 1024
 """Bytes up to which an all-reduce on CPU sends everything to everybody."""
 
 
-def reduce_scatter(payload: int, degree: int) -> int:
+class Wired(NamedTuple):
+    """Bytes on the link, and the rule that says so."""
+
+    bytes: int
+    rule: str
+
+    def times(self, messages: int) -> Wired:
+        """The same message several times."""
+        return Wired(messages * self.bytes, self.rule)
+
+
+def send(payload: int) -> Wired:
+    """To one other rank."""
+    return Wired(payload, "the payload")
+
+
+def reduce_scatter(payload: int, degree: int) -> Wired:
     """Also all-to-all: all but the own piece."""
-    return (degree - 1) * payload // degree
+    return Wired((degree - 1) * payload // degree, f"{degree - 1}/{degree} of the payload")
 
 
-def all_gather(payload: int, degree: int) -> int:
+def all_gather(payload: int, degree: int) -> Wired:
     """The own part to everybody."""
-    return (degree - 1) * payload
+    return Wired((degree - 1) * payload, f"{degree - 1} x the payload")
 
 
 def all_reduce(
     elements: int, element_bytes: int, degree: int, backend: Backend, *, index: int = 0, ordered: bool = False
-) -> int:
+) -> Wired:
     """See the module.
 
     Args:
@@ -43,18 +59,17 @@ def all_reduce(
         degree: ranks of the group.
         backend: whose algorithm.
         index: this rank's place in the group.
-        ordered: in rank order, or a maximum, which Gloo's own would not take NaN through.
+        ordered: in rank order, or a maximum on Gloo, whose own would lose NaN.
     """
-    payload = elements * element_bytes
-    ring = 2 * (degree - 1) * payload // degree
-    if backend == "nccl":
-        return (degree - 1) * payload if ordered else ring
-    if (degree - 1) * payload <= ONE_ROUND:
-        return (degree - 1) * payload
+    payload, others = elements * element_bytes, degree - 1
+    small = backend == "gloo" and others * payload <= ONE_ROUND
+    if small or (backend == "nccl" and ordered):
+        return Wired(others * payload, f"{others} x the payload: one round")
     if not ordered:
-        return ring
+        return Wired(2 * others * payload // degree, f"2 x {others}/{degree} of the payload")
     own = piece(elements, degree, index) * element_bytes
-    return payload + (degree - 2) * own
+    rule = f"the payload + {degree - 2} x this rank's piece of it, {own:,} bytes: two rounds in rank order"
+    return Wired(payload + (degree - 2) * own, rule)
 
 
 def piece(elements: int, degree: int, index: int) -> int:
