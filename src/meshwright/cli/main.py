@@ -10,6 +10,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import check as check_verb
+from meshwright.cli import plan as plan_verb
 from meshwright.cli import train as train_verb
 from meshwright.cli.checkpoint import app as checkpoint_app
 from meshwright.errors import MeshwrightError
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("plan")(plan_verb.plan)
 app.command("train")(train_verb.train)
 app.command("check")(check_verb.check)
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.errors import InputError
 from meshwright.job.cluster import ClusterSpec
-from meshwright.job.grid import axis_degree
+from meshwright.job.grid import rank_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.plan.answer import Plan, PlannedLayout
@@ -203,16 +203,20 @@ def one_device_tokens(work: Work, cluster: ClusterSpec) -> float:
     return float(speed.max())
 
 
+def representative_ranks(layout: Layout) -> list[int]:
+    """One rank of each pipeline rank: those of a pipeline rank hold and send alike, up to padding."""
+    return [rank_of(layout, (pp, 0, 0, 0)) for pp in range(layout.pp)]
+
+
 def sent_by_axis(job: Job, layout: Layout) -> dict[str, float]:
     """Bytes that a rank in the middle of the pipeline sends in a step, by axis, as NCCL moves them."""
     resolved = job.with_layout(layout).resolve(purpose="plan")
-    middle = layout.ranks // layout.pp * (layout.pp // 2)
-    rank = middle if layout.placement is None else layout.placement[middle]
+    rank = rank_of(layout, (layout.pp // 2, 0, 0, 0))
     sends = predict(resolved, [rank], backend="nccl").ranks[0].sends
     axes = {send.axis for send in sends}
     return {axis: float(sum(send.wire for send in sends if send.axis == axis)) for axis in axes}
 
 
 def _placement(job: Job, layout: Layout, cluster: ClusterSpec) -> str:
-    sent = sent_by_axis(job, layout) if axis_degree(layout, "world") > 1 else {}
+    sent = sent_by_axis(job, layout) if layout.ranks > 1 else {}
     return placement_sentence(layout, cluster, sent)
