@@ -246,3 +246,19 @@ def test_torchrun_with_the_wrong_number_of_ranks(begin: Callable[..., subprocess
     assert process.returncode != 0
     assert "is 2 ranks, but there are 1 rank (torchrun)" in errors
     assert not os.path.exists(out)
+
+
+def test_under_torchrun_every_rank_leaves_when_the_first_refuses(
+    begin: Callable[..., subprocess.Popen[str]], job: Path
+) -> None:
+    out = job.parent / "taken"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    process = begin(
+        "train", job, "--out", out,
+        prefix=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright.cli.main"),
+    )  # fmt: skip
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode != 0
+    assert f"--out: {out} is not empty (it has thesis.tex)" in errors
+    assert os.listdir(out) == ["thesis.tex"]

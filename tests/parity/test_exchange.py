@@ -60,7 +60,7 @@ def import_and_save(job: Job, out: str) -> tuple[float, dict[int, Any]]:
             if module.last:
                 module.final_norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
         mine = batches(job, mesh.coordinate("dp"), 2)
-        loss, valid = trainer.evaluate(mine)
+        loss, valid, _ = trainer.evaluate(mine)
         logits = {}
         with torch.no_grad():
             for state, batch in zip(hidden, mine, strict=False):

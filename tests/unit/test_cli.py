@@ -77,7 +77,7 @@ PIPELINE_TOO_SHORT = (
          "degrees whose product is 3, or 2 ranks"),
         (settings("model.heads=3"),
          "model: hidden=32 is not a multiple of heads=3; give head_size or change one"),
-        (settings("model.kv_heads=3"), "model: kv_heads=3 does not divide heads=4; use one of [1, 2, 4]"),
+        (settings("model.kv_heads=3"), "model: kv_heads=3 does not divide heads=4; use 1, 2 or 4"),
         (layout("tp=4"), "layout: tp=4 does not divide 2 key/value heads; use 1 or 2"),
         (layout("pp=3"),
          "layout: pp=3 x virtual=1 = 3 stages are more than the 2 layers of the model; use at most 2 stages, or give "
@@ -261,6 +261,9 @@ def test_resume_of_nothing_and_of_another_model(
     assert refuse("train", job, "--out", out, "--resume", *settings("model.ffn_hidden=96")) == [
         f"--resume: model.ffn_hidden is 96 in this job but 64 in {out}; resume with the model the run began with, or "
         "start a new run"
+    ]
+    assert refuse("train", job, "--out", out, "--resume", *settings("train.steps=9")) == [
+        f"--resume: {out / 'checkpoints'} has no complete checkpoint; start again, without --resume and in a new --out"
     ]
     assert (out / "job.toml").read_bytes() == before
 

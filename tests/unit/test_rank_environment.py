@@ -121,14 +121,3 @@ def test_indexed_kubernetes_job() -> None:
 def test_wrong_variables_are_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         detect_environment(environment)
-
-
-def test_wrong_number_of_ranks_says_where_each_number_came_from() -> None:
-    place = detect_environment(TORCHRUN)
-    assert place is not None
-    place.require(8, "dp=8")
-    with pytest.raises(InputError) as raised:
-        place.require(4, "dp=2 tp=2")
-    assert str(raised.value) == (
-        "the layout 'dp=2 tp=2' takes 4 ranks, but torchrun started 8; start 4 or give a layout of 8"
-    )

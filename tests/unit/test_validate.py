@@ -15,8 +15,8 @@ from meshwright.job.layout_text import parse_layout
 from meshwright.job.memory import check_memory, model_state_bytes, pipeline_rank_elements
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.presets import PRESETS, preset
-from meshwright.job.schedule_rules import micro_batch_rule
-from meshwright.job.validate import check_job, check_tokenizer, micro_steps
+from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
+from meshwright.job.validate import check_job
 
 TINY: dict[str, Any] = {"vocabulary": 97, "hidden": 64, "layers": 8, "heads": 16, "kv_heads": 8, "ffn_hidden": 96}
 
@@ -156,16 +156,6 @@ def test_too_few_micro_batches_say_where_the_number_comes_from() -> None:
     assert line.endswith("batch.global_size=8, dp=4 (given) and micro_batch=1 (given) give 2")
     (line,) = refused(make("pp=2 schedule=interleaved micro_batch=1", batch__global_size=5))
     assert "use 4 or 6" in line and line.endswith("give 5")
-
-
-def test_tokenizer_must_fit_the_vocabulary() -> None:
-    spec = ModelSpec(**TINY)
-    check_tokenizer(spec, "bytes", 97)
-    with pytest.raises(InputError) as error:
-        check_tokenizer(spec, "bytes", 256)
-    assert str(error.value) == (
-        "data.tokenizer: bytes has ids up to 255, but model.vocabulary=97 ends at 96; use a vocabulary of at least 256"
-    )
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3))

@@ -33,12 +33,10 @@ def train(
     job = load_job(job_file, overrides or [], layout)
     job = job.resolve(place.world_size, ranks_from=place.source) if place else job.resolve()
     check_port(port)  # before anything is written
-    first = place is None or place.rank == 0
-    if first:
-        prepare_run(job, out, resume=resume)
     if place is not None:
         _be_a_rank(place, job, out, resume, as_json)
         return
+    prepare_run(job, out, resume=resume)
     if not as_json:
         print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
               f"ranks: {job.layout}", flush=True)  # fmt: skip
@@ -54,7 +52,9 @@ def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool, as_json: boo
     place.export()
 
     def work() -> None:
-        train_rank(out, resume=resume, job=job, quiet=as_json)
+        train_rank(
+            out, resume=resume, job=job, quiet=as_json, prepare=lambda: prepare_run(job, out, resume=resume)
+        )
         if place.rank == 0:
             _report(job, out, as_json)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.data.packing import IGNORE, PADDING
 from meshwright.data.samples import Samples
 from meshwright.errors import InputError
+from meshwright.job.schedule_rules import micro_steps
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,10 @@ class Batch:
             examples=self.examples.to(device, non_blocking=non_blocking),
         )
 
-    def empty_like(self) -> Batch:
-        """Rows of padding in the same shape."""
-        sequence = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return Batch(
-            tokens=torch.zeros_like(self.tokens),
-            labels=torch.full_like(self.labels, IGNORE),
-            positions=sequence.expand_as(self.positions).clone(),
-            documents=None if self.documents is None else torch.full_like(self.documents, PADDING),
-            examples=torch.full_like(self.examples, PADDING),
-        )
-
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up."""
     return -(-a // b)
-
-
-def micro_steps(global_size: int, micro_batch: int, dp: int) -> int:
-    """Micro-batches that every data-parallel rank runs in one step, empty ones included."""
-    if min(global_size, micro_batch, dp) < 1:
-        raise InputError(f"batch sizes {global_size}, {micro_batch} and dp={dp} must all be at least 1")
-    of_all_ranks = ceil_div(global_size, micro_batch)
-    return ceil_div(of_all_ranks, dp)
 
 
 def micro_batches(

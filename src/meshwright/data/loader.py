@@ -56,10 +56,6 @@ class Loader:
         """Say that ``cursor`` samples were consumed before ``step``, maybe with another global batch size."""
         self._base_step, self._base_cursor = step, cursor
 
-    def epoch(self, step: int) -> float:
-        """Passes over the training samples before ``step``."""
-        return self.cursor(step) / len(self.corpora.training)
-
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of ``step`` (from 0); those of the next step are begun in the background."""
         started = time.perf_counter()

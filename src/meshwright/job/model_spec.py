@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
+from meshwright.job.sentences import either
+
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -98,7 +100,7 @@ class ModelSpec(BaseModel):
     def _check(self) -> ModelSpec:
         if self.heads % self.kv_heads:
             legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {legal}")
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use {either(legal)}")
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError(f"head_size={self.head_size} must be even for rope positions")
         if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):

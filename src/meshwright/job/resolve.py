@@ -7,8 +7,8 @@ import math
 from meshwright.errors import InputError
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
-from meshwright.job.schedule_rules import micro_batch_rule
-from meshwright.job.validate import micro_steps, problems
+from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
+from meshwright.job.validate import problems
 
 _TOKENS_PER_MICRO_BATCH = 16384
 """Above this many tokens a larger micro-batch no longer makes the matrix products faster."""

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from meshwright.errors import InputError
 from meshwright.job.layout import LOOPED_SCHEDULES, V_SCHEDULES
 
 ROUND_SCHEDULES: frozenset[str] = frozenset({"interleaved", "zero-bubble"})
 """Schedules that run micro-batches in equal rounds of about ``pp``."""
+
+
+def micro_steps(global_size: int, micro_batch: int, dp: int) -> int:
+    """Micro-batches that every rank runs in a step: micro-batch ``j`` of the batch goes to dp rank ``j % dp``.
+
+    Ranks that have one fewer run an empty one in its place.
+
+    Raises:
+        InputError: one of the numbers is not positive.
+    """
+    if min(global_size, micro_batch, dp) < 1:
+        raise InputError(f"batch sizes {global_size}, {micro_batch} and dp={dp} must all be at least 1")
+    micro_batches = -(-global_size // micro_batch)
+    return -(-micro_batches // dp)
 
 
 def micro_batch_rule(schedule: str, pp: int, virtual: int, micro_batches: int) -> str | None:

@@ -136,3 +136,9 @@ def legal(node: Mapping[str, Any]) -> str:
         return f"{name} {'of ' if 'minimum' in node else ''}{_bounds(node)}".rstrip()
     names = {"string": "a string", "boolean": "true or false", "object": "a table"}
     return names.get(str(kind), "another value")
+
+
+def either(numbers: list[int]) -> str:
+    """Legal values as a person says them: ``1, 2, 4 or 8``."""
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

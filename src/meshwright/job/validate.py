@@ -10,18 +10,10 @@ from meshwright.job.job import Job
 from meshwright.job.layout import LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, Layout
 from meshwright.job.memory import memory_problem
 from meshwright.job.model_spec import ModelSpec
-from meshwright.job.schedule_rules import micro_batch_rule
+from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
+from meshwright.job.sentences import either
 
 _FULL_BACKWARD = "gpipe, 1f1b, interleaved or looped-bfs"
-
-
-def micro_steps(global_size: int, micro_batch: int, dp: int) -> int:
-    """Micro-batches that every rank runs in a step: micro-batch ``j`` of the batch goes to dp rank ``j % dp``.
-
-    Ranks that have one fewer run an empty one in its place.
-    """
-    micro_batches = -(-global_size // micro_batch)
-    return -(-micro_batches // dp)
 
 
 def problems(job: Job, ranks: int | None, ranks_from: str, purpose: str) -> list[str]:
@@ -62,31 +54,8 @@ def check_job(job: Job, ranks: int | None = None, *, ranks_from: str = "the laun
         raise InputError("\n".join(found))
 
 
-def check_tokenizer(spec: ModelSpec, tokenizer: str, tokens: int) -> None:
-    """Refuse a tokenizer that has ids beyond the model's vocabulary.
-
-    Args:
-        spec: the model.
-        tokenizer: its path, or "bytes".
-        tokens: highest id of the tokenizer plus 1.
-
-    Raises:
-        InputError: both counts, and what fits.
-    """
-    if tokens > spec.vocabulary:
-        raise InputError(
-            f"data.tokenizer: {tokenizer} has ids up to {tokens - 1}, but model.vocabulary={spec.vocabulary} ends at "
-            f"{spec.vocabulary - 1}; use a vocabulary of at least {tokens}"
-        )
-
-
 def _divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _or(numbers: list[int]) -> str:
-    words = [str(number) for number in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _rank_problems(job: Job, ranks: int | None, ranks_from: str) -> Iterator[str]:
@@ -119,7 +88,7 @@ def _not_built(job: Job) -> Iterator[str]:
 def _tensor_problems(job: Job) -> Iterator[str]:
     spec, tp = job.model_spec, job.layout.tp
     # Key/value heads divide the attention heads, so what divides the former divides both.
-    legal = _or(_divisors(math.gcd(spec.kv_heads, spec.ffn_hidden)))
+    legal = either(_divisors(math.gcd(spec.kv_heads, spec.ffn_hidden)))
     if spec.kv_heads % tp:
         yield f"layout: tp={tp} does not divide {spec.kv_heads} key/value heads; use {legal}"
     elif spec.ffn_hidden % tp:
@@ -197,7 +166,7 @@ def _sharding_problems(job: Job) -> Iterator[str]:
     layout = job.layout
     if layout.shard is not None:
         if layout.dp % layout.shard:
-            yield f"layout: shard={layout.shard} does not divide dp={layout.dp}; use {_or(_divisors(layout.dp))}"
+            yield f"layout: shard={layout.shard} does not divide dp={layout.dp}; use {either(_divisors(layout.dp))}"
         if layout.shard < layout.dp and layout.zero == 0:
             yield (
                 f"layout: shard={layout.shard} below dp={layout.dp} needs sharded state, but zero=0; "

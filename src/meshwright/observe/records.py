@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from meshwright.files import replace_text
 
 
 class JsonLines:
@@ -48,9 +49,7 @@ def truncate_after_step(path: Path, step: int) -> None:
     """Keep the records up to ``step``: a resumed run replays the later ones, and each step stands once."""
     kept = [record for record in read_json_lines(path) if record.get("step", 0) <= step]
     if path.exists():
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _drop_cut_line(path: Path) -> None:

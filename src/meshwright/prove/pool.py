@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from meshwright.errors import MeshwrightError
 
 _MOST_LOOPS = 32
 """A pool whose ranks have more transport threads than this is started anew: torch keeps some closed groups."""
+
+_START_SECONDS = 120.0
+"""Within which every rank of a pool must have started."""
 
 
 class RankFailure(MeshwrightError):
@@ -119,9 +122,27 @@ class RankPool:
                 self._processes.append(child)
             accepted = {}
             for _ in range(self.size):
+                self._await_child(listener)
                 connection = listener.accept()
                 accepted[connection.recv()] = connection
         self._connections = [accepted[rank] for rank in range(self.size)]
+
+    def _await_child(self, listener: Listener) -> None:
+        """Until a rank connects.
+
+        Raises:
+            RankFailure: one ended before it could.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while not wait([listener._listener._socket], timeout=0.2):  # type: ignore[attr-defined]
+            ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                self.close()
+                raise RankFailure(
+                    f"rank {ended[0]} of {self.size} ended before it was ready"
+                    if ended
+                    else f"not all of {self.size} ranks started within {_START_SECONDS:.0f} s"
+                )
 
     def close(self) -> None:
         """End the processes of this pool; a later ``run`` starts new ones."""

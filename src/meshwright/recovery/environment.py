@@ -35,18 +35,6 @@ class RankPlace:
             MASTER_PORT=str(self.master_port),
         )
 
-    def require(self, ranks: int, layout: str) -> None:
-        """Refuse to be one of the wrong number of ranks.
-
-        Raises:
-            InputError: ``ranks``, which ``layout`` takes, is not the number that was started.
-        """
-        if ranks != self.world_size:
-            raise InputError(
-                f"the layout '{layout}' takes {ranks} ranks, but {self.source} started {self.world_size}; "
-                f"start {ranks} or give a layout of {self.world_size}"
-            )
-
 
 def detect_environment(environment: Mapping[str, str] | None = None) -> RankPlace | None:
     """Our place if torchrun, ``srun`` or a Kubernetes Job started us; ``None`` if we are to start our own ranks.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from meshwright.errors import MeshwrightError, TrainingStopped
+from meshwright.files import replace_text
 
 LAUNCHER_VARIABLE = "MESHWRIGHT_LAUNCHER"
 """Environment variable: the process id of the launcher whose end must be ours."""
@@ -51,10 +52,7 @@ class RankRecord:
 
     def write(self, folder: Path) -> None:
         """Replace the rank's record in one step, so that a reader never sees half of one."""
-        target = self.path(folder, self.rank)
-        partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(partial, target)
+        replace_text(self.path(folder, self.rank), json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankRecord | None:
@@ -148,11 +146,7 @@ def _show(error: BaseException) -> None:
     if path:
         details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
         # The agent may end this process while it writes, and then reads the file: whole or not at all.
-        partial = Path(f"{path}.partial")
-        partial.write_text(
-            json.dumps({"message": {"message": _describe(error), "extraInfo": details}}), encoding="utf-8"
-        )
-        os.replace(partial, path)
+        replace_text(Path(path), json.dumps({"message": {"message": _describe(error), "extraInfo": details}}))
 
 
 def _flush() -> None:

@@ -15,7 +15,8 @@ import torch
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Loader
-from meshwright.errors import InputError, TrainingStopped
+from meshwright.errors import TrainingStopped
+from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
@@ -44,11 +45,6 @@ class TrainingLoop:
         if resume:
             self.saver.resume()
         self.start = self.trainer.step_number
-        if self.start >= job.train.steps:
-            raise InputError(
-                f"--resume: {self.start} steps of {run_dir} are done and train.steps={job.train.steps} asks for no "
-                f"more; use train.steps of at least {self.start + 1}"
-            )
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self._ledger_step())
         self._open_records(resume)
         self._best_rates: list[float] = []
@@ -156,10 +152,15 @@ class TrainingLoop:
         self.progress.say(f"step {step}  validation loss {loss:.4f}")
 
     def evaluate(self) -> float | None:
-        """Loss in nats per valid token over the validation split, each sample once; None without a split."""
+        """Loss in nats per valid token over the validation split, each sample once; None without a split.
+
+        None too when a rank is asked to stop meanwhile: the next step ends the run on all of them.
+        """
         total, tokens = 0.0, 0
         for batches in self.loader.validation():
-            loss, valid = self.trainer.evaluate(batches)
+            loss, valid, stop = self.trainer.evaluate(batches)
+            if stop:
+                return None
             total, tokens = total + loss, tokens + valid
         return total / tokens if tokens else None
 
@@ -169,8 +170,9 @@ class TrainingLoop:
             self._save()
 
     def _save(self) -> None:
+        began = time.monotonic()
         self.saver.save()
-        self._event("saved", step=self.saver.saved_step)
+        self._event("saved", step=self.saver.saved_step, seconds=time.monotonic() - began)
 
     def _summary(self, outcome: Outcome, report: StepReport | None, seconds: float) -> dict[str, Any]:
         steady = sorted(self._best_rates[2:] or self._best_rates)
@@ -189,7 +191,7 @@ class TrainingLoop:
             "peak_memory_bytes": max(all_gather_json(peak_memory_bytes(self.trainer.device), self.mesh.group("world"))),
         }
         if self.first:
-            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            replace_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
 
     def _open_records(self, resume: bool) -> None:
@@ -199,11 +201,20 @@ class TrainingLoop:
         suffix = "" if self.first else f"-{rank:05d}"
         path = folder / f"metrics{suffix}.jsonl"
         if resume:
-            truncate_after_step(path, self.start)
+            for records in [path, *self._records_of_absent_ranks()]:
+                truncate_after_step(records, self.start)
         self.metrics = JsonLines(path)
         self.board = TensorBoard(self.run_dir / "tensorboard") if self.first and self.job.observe.tensorboard else None
         self.events = JsonLines(self.run_dir / "events.jsonl") if self.first else None
         self._event("resumed" if resume else "started", step=self.start, layout=str(self.job.layout))
+
+    def _records_of_absent_ranks(self) -> list[Path]:
+        """First rank: the metrics of ranks that an earlier, larger layout had."""
+        if not self.first:
+            return []
+        world = self.mesh.degree("world")
+        paths = (self.run_dir / "ranks").glob("metrics-*.jsonl")
+        return [path for path in paths if int(path.stem.removeprefix("metrics-")) >= world]
 
     def _record(self, **record: Any) -> None:
         self.metrics.write(**record)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.comm.measure import Instruments
 from meshwright.comm.timeline import span
+from meshwright.files import replace_text
 from meshwright.ledger.ledger import Ledger
 from meshwright.train.trainer import Trainer
 
@@ -56,9 +56,7 @@ class LedgerRecorder:
             self.ledger = self._instruments.gather(step=step)
             self._instruments = None
             if self._run_dir is not None and self._trainer.mesh.rank == 0:
-                temporary = self._run_dir / ".ledger.json.partial"
-                temporary.write_text(self.ledger.to_json(), encoding="utf-8")
-                os.replace(temporary, self._run_dir / "ledger.json")
+                replace_text(self._run_dir / "ledger.json", self.ledger.to_json())
         else:
             yield
 

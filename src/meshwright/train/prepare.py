@@ -9,11 +9,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
-from meshwright.errors import InputError
+from meshwright.errors import CheckpointError, InputError
+from meshwright.files import replace_text
 from meshwright.job.job import Job, load_job
 from meshwright.job.memory import check_memory
+from meshwright.train.saving import FOLDER, latest_checkpoint
 
 
 def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
@@ -33,9 +36,7 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
         _check_machine(job)
     with terminal_progress("tokenising", sys.stderr) as progress:
         open_corpora(job.data, job.model.vocabulary, progress)
-    temporary = run_dir / ".job.toml.partial"
-    temporary.write_text(job.to_toml(), encoding="utf-8")
-    os.replace(temporary, run_dir / "job.toml")
+    replace_text(run_dir / "job.toml", job.to_toml())
 
 
 def _check_devices(job: Job) -> None:
@@ -87,3 +88,25 @@ def _check_resumable(job: Job, run_dir: Path) -> None:
                 f"{getattr(before, field)} in {run_dir}; "
                 "resume with the model the run began with, or start a new run"
             )
+    _check_last_checkpoint(job, run_dir)
+
+
+def _check_last_checkpoint(job: Job, run_dir: Path) -> None:
+    """Refuse what would fail after ``job.toml`` is replaced: no checkpoint, another update rule, no step left."""
+    path = latest_checkpoint(run_dir)
+    if path is None:
+        raise CheckpointError(
+            f"--resume: {run_dir / FOLDER} has no complete checkpoint; start again, without --resume and in a new --out"
+        )
+    manifest = read_manifest(path)
+    name = manifest.optimizer.get("name")
+    if name != job.optimizer.name:
+        raise InputError(
+            f"--resume: optimizer.name is {job.optimizer.name} in this job but {name} in {path}; "
+            "resume with the optimizer the run began with, or start a new run"
+        )
+    if manifest.step >= job.train.steps:
+        raise InputError(
+            f"--resume: {manifest.step} steps of {run_dir} are done and train.steps={job.train.steps} asks for no "
+            f"more; use train.steps of at least {manifest.step + 1}"
+        )

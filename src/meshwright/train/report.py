@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.data.tokenizer import open_tokenizer
+from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.ledger.ledger import Ledger
 from meshwright.ledger.render import ledger_tables
@@ -35,9 +36,7 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     summary["useful_speedup"] = rate / alone if alone and rate else None
     summary["efficiency"] = summary["useful_speedup"] / job.layout.ranks if summary["useful_speedup"] else None
     summary["sample"] = _sample(job, run_dir)
-    temporary = run_dir / ".summary.json.partial"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, run_dir / "summary.json")
+    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     ledger = _complete_ledger(run_dir, rate, alone)
     _print(console, summary, job, run_dir, ledger)
     return summary
@@ -49,9 +48,7 @@ def _complete_ledger(run_dir: Path, rate: float | None, alone: float | None) -> 
     if not path.exists():
         return None
     ledger = Ledger.from_json(path.read_text(encoding="utf-8")).with_rates(rate, alone)
-    temporary = run_dir / ".ledger.json.partial"
-    temporary.write_text(ledger.to_json(), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, ledger.to_json())
     return ledger
 
 

@@ -102,13 +102,14 @@ class Trainer:
         self.step_number += 1
         return StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
 
-    def evaluate(self, batches: list[Batch]) -> tuple[float, int]:
-        """Sum of the loss (nats) and number of valid tokens over the micro-batches of all dp ranks."""
+    def evaluate(self, batches: list[Batch]) -> tuple[float, int, bool]:
+        """Sum of the loss (nats) and valid tokens over the micro-batches of all dp ranks; whether any wants to stop."""
         losses = self.executor.evaluate(batches, 1.0)
-        slots = self._loss_slots(losses)
+        wish = torch.tensor([float(self.stop_wanted)], dtype=torch.float64, device=self.device)
+        vector = torch.cat([wish, self._loss_slots(losses)])
         with phase("metrics"):
-            all_reduce(slots, self.mesh.group("world"))
-        return _ordered_sum(slots), self.count_valid(batches)
+            all_reduce(vector, self.mesh.group("world"))
+        return _ordered_sum(vector[1:]), self.count_valid(batches), bool(vector[0] > 0)
 
     def count_valid(self, batches: list[Batch]) -> int:
         """Valid target tokens of the global batch: the one denominator of the step."""

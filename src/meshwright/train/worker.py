@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.collectives import all_gather_json
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.rank import run_as_rank
 from meshwright.train.loop import TrainingLoop
@@ -35,8 +38,22 @@ def prepare_determinism(job: Job) -> None:
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
-def train_rank(run_dir: Path, *, resume: bool, job: Job | None = None, quiet: bool = False) -> None:
+def train_rank(
+    run_dir: Path,
+    *,
+    resume: bool,
+    job: Job | None = None,
+    quiet: bool = False,
+    prepare: Callable[[], None] | None = None,
+) -> None:
     """Join the process group and train.
+
+    Args:
+        run_dir: the run's directory.
+        resume: go on from its last checkpoint.
+        job: absent: the directory's ``job.toml``.
+        quiet: no progress on the terminal.
+        prepare: what the first rank does before any trains, where no launcher did; if it refuses, all ranks do.
 
     Raises:
         TrainingStopped: the ranks agreed to stop early; all is saved.
@@ -51,8 +68,27 @@ def train_rank(run_dir: Path, *, resume: bool, job: Job | None = None, quiet: bo
         # The first rank speaks; what it would warn of, the others would repeat.
         warnings.simplefilter("ignore")
     with Mesh(job.layout, device.type) as mesh:
+        if prepare is not None:
+            on_first_rank(prepare, mesh)
         TrainingLoop(job, mesh, run_dir, device=device, resume=resume, quiet=quiet).run()
     dist.destroy_process_group()
+
+
+def on_first_rank(prepare: Callable[[], None], mesh: Mesh) -> None:
+    """Run ``prepare`` on the first rank; every rank leaves together, with its refusal if it refused.
+
+    Raises:
+        InputError: it did.
+    """
+    refusal = None
+    if mesh.coordinate("world") == 0:
+        try:
+            prepare()
+        except InputError as error:
+            refusal = str(error)
+    said = all_gather_json(refusal, mesh.group("world"))[0]
+    if said is not None:
+        raise InputError(said)
 
 
 def main(arguments: list[str] | None = None) -> None:
