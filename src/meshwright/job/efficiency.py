@@ -56,6 +56,8 @@ class Efficiency(_Part):
     """Seconds the host needs to issue one kernel: a floor when kernels are short."""
     link: _Fraction = 0.8
     """Of a link's bandwidth inside a node, for large collectives."""
+    latency: _NonNegative = 7e-6
+    """Seconds of one step of a collective inside a node, as fitted on whole steps."""
     network: _Fraction = 0.8
     """Of an adapter's bandwidth, for large collectives."""
     fitted_on: tuple[str, ...] = ()

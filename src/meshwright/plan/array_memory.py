@@ -74,7 +74,8 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     chunk = rank.layers / layouts.virtual
     saved = flight * chunk * kept + np.where(layouts.recompute > 0, np.maximum(working - kept, 0), 0.0)
     local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
-    loss = tokens * (rules.logit_bytes * np.ceil(shape.vocabulary / tp) + 2 * element * shape.hidden * local)
+    logits = rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
+    loss = np.maximum(logits, rules.head_gradient_bytes * ends) + 2 * element * tokens * shape.hidden * local
     first_in_flight = np.minimum(flight, layouts.micro_batches)
     embedding = first_in_flight * tokens * shape.hidden * local * (8.0 * rules.dropout / 8)
     # On a folded pipeline the first rank computes the loss while its other stage's micro-batches are alive.
@@ -125,6 +126,10 @@ def layer_bytes(shape: Shape, layouts: Layouts, rules: Rules, element: Value) ->
     core = 4.0 * shape.heads if rules.fused_attention else shape.heads * sequence * (element + 3 * dropout)
     base = (4 * element + 2 * dropout) * hidden + element * split / tp
     plain = base + core / tp
-    selective = base if not rules.layer_output_kept else rules.layer_output_kept * element * shape.hidden + 0.0 * base
+    selective = base
+    if rules.layer_output_kept:
+        selective = rules.layer_output_kept * element * shape.hidden + 0.0 * base
+    elif rules.selective_part is not None:  # that part of the layers is recomputed whole
+        selective = (1 - rules.selective_part) * plain + rules.selective_part * element * hidden
     policy = layouts.recompute
     return tokens * np.where(policy == _FULL, element * hidden, np.where(policy == _SELECTIVE, selective, plain))

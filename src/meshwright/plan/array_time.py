@@ -314,7 +314,7 @@ class _Step:
         slowest = np.maximum(np.maximum(times[0], times[1]), times[2])
         middle = np.maximum(layouts.pp - 2, 0)
         total = times[0] * 1.0 + np.where(layouts.pp > 1, times[2], 0.0) + middle * times[1]
-        fill = np.maximum(total - slowest, 0.0) * _fill_factor(layouts)
+        fill = np.maximum(total - slowest, 0.0) * fill_factor(layouts)
         which = np.argmax(np.stack(times), axis=0)
         layers = np.choose(which, [rank.layers for rank in self.ranks])
         has_head = np.choose(which, [rank.head for rank in self.ranks])
@@ -408,7 +408,7 @@ _FILL = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "looped-bfs": 1.0,
 """Bubble over 1F1B's, at forward = input gradient = weight gradient; loops divide it by the stages a rank."""
 
 
-def _fill_factor(layouts: Layouts) -> Floats:
+def fill_factor(layouts: Layouts) -> Floats:
     factors = np.array([_FILL[name] for name in SCHEDULES])[layouts.schedule]
     looped = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("interleaved", "looped-bfs", "zero-bubble")])
     return factors / np.where(looped, layouts.virtual, 1)

@@ -72,6 +72,8 @@ class Rules:
     """Selective recomputation of whole products: bytes a token and layer keeps, in hidden sizes; 0: by the core."""
     logit_bytes: float = 12.0
     """Of one logit at the loss: the 16-bit logits, float32 ones, and their gradient."""
+    head_gradient_bytes: float = 2.0
+    """Of one element of the head's weight gradient while it is made, when the logits are gone."""
     wait_per_doubling: float = 0.0
     """Part of the computation lost to the slowest rank, for each doubling of the nodes."""
 
