@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from meshwright import __version__
+from meshwright.cli import calibrate as calibrate_verb
 from meshwright.cli import check as check_verb
 from meshwright.cli import plan as plan_verb
 from meshwright.cli import train as train_verb
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("plan")(plan_verb.plan)
 app.command("train")(train_verb.train)
 app.command("check")(check_verb.check)
+app.command("calibrate")(calibrate_verb.calibrate)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

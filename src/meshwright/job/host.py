@@ -28,7 +28,7 @@ class PassSeconds(_Part):
     logit: _NonNegative = 0.0
     """Of each logit of the loss."""
     parameter: _NonNegative = 0.0
-    """Of each parameter: its gradient is added up."""
+    """Of each parameter: it is read, and in backward its gradient added up."""
     micro_batch: _NonNegative = 0.0
     """Of each micro-batch."""
 

@@ -19,6 +19,7 @@ from meshwright.plan.arrays import BINDINGS, RECOMPUTES, Evaluation, Floats, Int
 from meshwright.plan.collectives import Network
 from meshwright.plan.rules import OURS, Rules
 from meshwright.plan.shape import Shape
+from meshwright.plan.shared_cores import shared_step_time
 from meshwright.plan.stages import held
 
 _BLOCK = 8192
@@ -76,8 +77,11 @@ def machine_of(work: Work, cluster: ClusterSpec) -> Machine:
 def _evaluate(work: Work, cluster: ClusterSpec, layouts: Layouts, rules: Rules) -> Evaluation:
     shape, machine, network = Shape.of(work), machine_of(work, cluster), Network.of(cluster)
     ranks = held(layouts, shape.layers)
-    layer = _layer_times(shape, layouts, machine, rules)
-    time = step_time(shape, layouts, network, machine, rules, layer, ranks)
+    if cluster.host is not None:
+        time = shared_step_time(shape, layouts, cluster, machine, rules, work.bucket_bytes)
+    else:
+        layer = _layer_times(shape, layouts, machine, rules)
+        time = step_time(shape, layouts, network, machine, rules, layer, ranks)
     memory = memory_use(shape, layouts, rules, machine.element, ranks)
     model_flops = shape.model_flops() / layouts.ranks
     mfu = model_flops / (time.total * cluster.device.peak(work.dtype))

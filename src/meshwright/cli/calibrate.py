@@ -1,0 +1,113 @@
+"""``meshwright calibrate``: measure this machine or cluster into the cluster file that ``plan`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+from meshwright.errors import InputError
+from meshwright.job.cluster import ClusterSpec
+from meshwright.prove.calibrate import calibrate as measure
+from meshwright.prove.calibrate import calibrate_as_rank
+from meshwright.recovery.environment import detect_environment
+
+_MOST_RANKS = 16
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The cluster file (.json) to write.")] = Path("cluster.json"),
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; absent: twice its cores, at most 8.")
+    ] = None,
+    effort: Annotated[float, typer.Option(help="Scales how long it takes; 1 is under a minute.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The cluster file on standard output, too.")] = False,
+) -> None:
+    """Measure matrix products, memory, collectives and shared cores, as the program uses them.
+
+    On one machine it starts its own ranks. Under torchrun, srun or a Kubernetes Job all ranks run it together, over
+    as many hosts as they are on; the first one writes the file.
+    """
+    _check(out, ranks, effort)
+    console = Console(file=sys.stderr, quiet=as_json, highlight=False)
+    began = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"{time.perf_counter() - began:5.1f} s  {text}")
+
+    place = detect_environment()
+    if place is None:
+        torch.set_num_threads(1)
+        cluster = measure(ranks or default_ranks(), say, effort=effort)
+    else:
+        if ranks is not None:
+            raise InputError(f"--ranks: {place.source} has started {place.world_size} ranks already; leave it out")
+        place.export()
+        cuda = torch.cuda.is_available()
+        torch.set_num_threads(1)
+        if cuda:
+            torch.cuda.set_device(place.local_rank)
+        dist.init_process_group("nccl" if cuda else "gloo")
+        try:
+            cluster = calibrate_as_rank(place, say if place.rank == 0 else lambda _: None, effort=effort, cuda=cuda)
+        finally:
+            dist.destroy_process_group()
+        if place.rank != 0:
+            return
+    text = cluster.model_dump_json(indent=1, exclude_none=True) + "\n"
+    temporary = out.with_name(f".{out.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, out)
+    say(f"wrote {out}")
+    if as_json:
+        print(json.dumps(json.loads(text)))
+    else:
+        for line in summary(cluster):
+            console.print(line)
+
+
+def default_ranks() -> int:
+    """Twice the cores, so that it is known what sharing costs; at least 2, at most 8."""
+    return max(2, min(8, 2 * len(os.sched_getaffinity(0))))
+
+
+def _check(out: Path, ranks: int | None, effort: float) -> None:
+    if out.suffix != ".json":
+        raise InputError(f"--out: {out} must end in .json; a cluster file is written as JSON")
+    if not out.parent.is_dir():
+        raise InputError(f"--out: the directory {out.parent} is not there; make it first")
+    if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
+        raise InputError(f"--ranks: {ranks} cannot be measured on one machine; use 1 to {_MOST_RANKS}")
+    if not 0 < effort <= 10:
+        raise InputError(f"--effort: {effort:g} is no scale; use a number above 0, at most 10")
+
+
+def summary(cluster: ClusterSpec) -> list[str]:
+    """The cluster file in a few lines."""
+    device, lines = cluster.device, []
+    rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in device.peak_flops.items())
+    lines.append(f"{cluster.name}: {rates}; memory {device.memory_bandwidth / 1e9:.1f} GB/s")
+    if cluster.host is not None:
+        host = cluster.host
+        lines.append(
+            f"a layer costs {1e6 * host.forward.layer:.0f} us forward and {1e6 * host.backward.layer:.0f} us backward "
+            f"beside its arithmetic, an update {1e9 * host.update:.2f} ns a parameter"
+        )
+        slower = ", ".join(f"{count}: {factor:.2f}" for count, factor in cluster.contention.items())
+        lines.append(f"a rank on {host.cores} cores is slower beside others (ranks: times): {slower}")
+    for one in cluster.collectives:
+        if one.groups == 1 or one.level == "inter":
+            lines.append(
+                f"{one.operation:<15} {one.ranks} ranks {one.level}: {1e6 * one.alpha:7.0f} us + "
+                f"{1e9 * one.beta:6.3f} ns a byte"
+            )
+    lines += [f"({note})" for note in cluster.basis]
+    return lines

@@ -1,0 +1,279 @@
+"""Seconds of a step where ranks are processes that share a node's processor cores.
+
+What differs from devices of their own (``array_time``):
+
+* beside matrix products and attention, every streamed element, layer, logit, parameter and micro-batch has a measured
+  price (``job/host.py``);
+* collectives take what they were measured to take, by group size and number of groups at work; their bytes are copied
+  by the same cores, so they hide nothing unless cores are idle;
+* ranks beyond the cores take turns. A pipeline then loses nothing to its bubble as long as there is other work for the
+  cores: the step is the node's whole work over its cores, and what stands idle while it fills and drains.
+
+With ``c`` cores, ``n`` ranks a node of which ``g = n / pp`` run the same stage, ``W_r`` seconds of work of pipeline
+rank ``r`` on a core of its own, and ``u(k)`` how much dearer work gets when ``k`` ranks run at once:
+
+    own cores (n <= c)   max_r W_r + fill              all times u(n)
+    shared (n > c)       (g sum_r W_r + idle) / c      all times u(n), and no less than on own cores
+    idle                 both ways: sum over k < pp of max(0, c - k g) times one pass of the k-th stage
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.job.cluster import ClusterSpec, Level
+from meshwright.job.host import Host, PassSeconds
+from meshwright.plan.array_time import Machine, StepTime, fill_factor, layer_time, stream_elements
+from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
+from meshwright.plan.measured import MeasuredCollectives
+from meshwright.plan.rules import Rules
+from meshwright.plan.shape import Shape, Value
+from meshwright.plan.stages import Held, held
+
+_FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+_NUMBER_BYTES = 8.0
+"""Of the numbers that ranks agree on."""
+
+
+def shared_step_time(shape: Shape, layouts: Layouts, cluster: ClusterSpec, machine: Machine, rules: Rules,
+                     bucket_bytes: int) -> StepTime:  # fmt: skip
+    """The whole step by part, on a cluster with a ``host``.
+
+    Args:
+        shape: sizes of the model.
+        layouts: columns.
+        cluster: with ``host``.
+        machine: rates of a rank alone on the node.
+        rules: of the program.
+        bucket_bytes: of gradients that are reduced together.
+    """
+    assert cluster.host is not None
+    return _Step(shape, layouts, cluster, cluster.host, machine, rules, bucket_bytes).result()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one micro-batch on one pipeline rank, alone on the node."""
+
+    forward: Floats
+    backward: Floats
+    recompute: Floats
+    tensor: Floats
+    """Of its tensor-parallel collectives, as long as they take when all ranks do theirs."""
+
+    @property
+    def compute(self) -> Floats:
+        return self.forward + self.backward + self.recompute
+
+
+class _Step:
+    """One call of :func:`shared_step_time`, its common quantities named once."""
+
+    def __init__(
+        self, shape: Shape, layouts: Layouts, cluster: ClusterSpec, host: Host, machine: Machine, rules: Rules,
+        bucket_bytes: int,
+    ) -> None:  # fmt: skip
+        self.shape, self.layouts, self.host, self.rules = shape, layouts, host, rules
+        self.pure = replace(machine, launch=0.0, dispatch=0.0, bandwidth=np.inf)
+        """Matrix products and attention alone."""
+        self.element = machine.element
+        self.rows = layouts.micro_batch * shape.sequence
+        self.m = layouts.micro_batches.astype(float)
+        self.here = np.minimum(layouts.ranks, cluster.devices_per_node).astype(float)
+        """Ranks on a node."""
+        self.dearer = _dearer(cluster, self.here)
+        self.idle_cores = np.clip(host.cores / self.here - 1, 0, 1)
+        """How much of the communication has a core to itself."""
+        self.measured = MeasuredCollectives(cluster)
+        self.node = cluster.devices_per_node
+        self.bucket_bytes = float(bucket_bytes)
+        self.ranks = held(layouts, shape.layers)
+
+    def seconds(self, operation: str, size: Ints, payload: Value) -> Floats:
+        """Of one call by all groups of ``size`` ranks at once."""
+        groups = np.maximum(1, self.here // np.maximum(size, 1))
+        level: Level = "intra"
+        inside = self.measured.seconds(operation, level, size, groups, payload)
+        if not self.measured.has("inter"):
+            return inside
+        outside = self.measured.seconds(operation, "inter", size, groups, payload)
+        return np.where(size * 1.0 > self.node, outside, inside)
+
+    def result(self) -> StepTime:
+        layouts, host = self.layouts, self.host
+        works = [self._work(rank) for rank in self.ranks]
+        pipeline = self._pipeline(works)
+        gradients, gathers, hooks = self._data_parallel()
+        owned = self.parameters / np.where(layouts.zero >= 1, layouts.shard, 1)
+        cover = (1 - self.idle_cores) if self.rules.overlap_gradients else 1.0
+        dp, world = layouts.dp, layouts.ranks
+        agreed = self.seconds("all_reduce", world, _NUMBER_BYTES * (2 + dp * self.m))
+        counted = self.seconds("all_reduce", dp, _NUMBER_BYTES)
+        tail = host.step * self.dearer + np.where(world > 1, agreed, 0.0) + np.where(dp > 1, counted, 0.0)
+        parts = {
+            **pipeline,
+            "optimizer": owned * host.update * self.dearer,
+            "shard": np.where(layouts.zero > 0, (gradients + gathers) * cover + hooks * self.dearer, 0.0),
+            "replicate": np.where(layouts.zero == 0, gradients * cover, self._across_copies()),
+            "other": tail + pipeline["other"],
+        }
+        shaped = {name: np.asarray(np.broadcast_to(part, self.rows.shape), float) for name, part in parts.items()}
+        return StepTime(shaped, np.add.reduce(list(shaped.values())))
+
+    # -- one micro-batch on one pipeline rank ----------------------------------------------------------
+
+    def _work(self, rank: Held) -> _Work:
+        shape, layouts, host = self.shape, self.layouts, self.host
+        tp, vocabulary = layouts.tp, shape.vocabulary / layouts.tp
+        parallel = layouts.sequence_parallel.astype(float)
+        layer = layer_time(shape, tp, layouts.micro_batch, parallel, self.pure, self.rules)
+        local = np.where(parallel > 0, 1 / tp, 1.0)
+        elements = self.rows * stream_elements(
+            shape, self.rules, shape.hidden * local, shape.query / tp, shape.key_value / tp, shape.ffn / tp
+        )
+        one, back = _layer_pass(host.forward, elements), _layer_pass(host.backward, elements)
+        policy = layouts.recompute
+        again = np.where(policy == _FULL, layer.forward + one, np.where(policy == _SELECTIVE, layer.core, 0.0))
+        logits = rank.head * self.rows * vocabulary
+        head = rank.head * self.pure.product(self.rows, shape.hidden, vocabulary)
+        head_back = rank.head * (
+            self.pure.product(self.rows, vocabulary, shape.hidden)
+            + self.pure.product(shape.hidden, self.rows, vocabulary)
+        )
+        own = self._parameters_of(rank)
+        stages = layouts.virtual.astype(float)
+        return _Work(
+            forward=rank.layers * (layer.forward + one) + head + logits * host.forward.logit
+            + stages * host.forward.micro_batch + own * host.forward.parameter,
+            backward=rank.layers * (layer.backward + back) + head_back + logits * host.backward.logit
+            + stages * host.backward.micro_batch + own * host.backward.parameter,
+            recompute=rank.layers * again,
+            tensor=self._tensor(rank),
+        )  # fmt: skip
+
+    def _parameters_of(self, rank: Held) -> Floats:
+        """Parameters of one pipeline rank, before sharding."""
+        shape, tp = self.shape, self.layouts.tp
+        per_layer = shape.split_parameters() / tp + shape.whole_parameters()
+        alone = 1.0 * rank.head * (1.0 - shape.tied * (self.layouts.pp == 1))
+        return rank.layers * per_layer + (1.0 * rank.embedding + alone) * shape.vocabulary * shape.hidden / tp
+
+    @property
+    def parameters(self) -> Floats:
+        """Of the pipeline rank that holds most."""
+        return np.maximum.reduce([self._parameters_of(rank) for rank in self.ranks])
+
+    def _tensor(self, rank: Held) -> Floats:
+        """The collectives of one micro-batch along tp, by ``parallel/tensor.py``'s table."""
+        layouts, layers = self.layouts, rank.layers
+        tp, first, last = layouts.tp, 1.0 * rank.embedding, 1.0 * rank.head
+        whole = self.rows * self.shape.hidden * self.element
+        gather = self.seconds("all_gather", tp, whole / tp)
+        scatter = self.seconds("reduce_scatter", tp, whole)
+        again = np.where(layouts.recompute == _FULL, layers, 0.0)
+        gathers = 3 * (2 * layers + last) + 2 * first - last + 2 * again
+        scatters = 2 * (2 * layers + last) + first - last + again
+        wide = max(4.0, self.element)
+        loss = self.seconds("all_reduce", tp, wide * self.rows) + self.seconds("all_reduce", tp, 2 * wide * self.rows)
+        hidden = 1 - self.idle_cores * self.rules.overlap_tensor
+        return np.where(tp > 1, (gathers * gather + scatters * scatter) * hidden + last * loss, 0.0)
+
+    # -- the pipeline -----------------------------------------------------------------------------------
+
+    def _pipeline(self, works: list[_Work]) -> dict[str, Floats]:
+        """From the first forward to the last backward, by part."""
+        layouts, m, cores = self.layouts, self.m, float(self.host.cores)
+        share = np.minimum(1.0, cores / self.here)
+        """Of a core, that a rank has when all run."""
+        middle = np.maximum(layouts.pp - 2, 0).astype(float)
+        counts = [np.ones_like(middle), middle, (layouts.pp > 1).astype(float)]
+        send = np.where(
+            layouts.pp > 1, self.seconds("send", np.asarray(2), self.rows * self.shape.hidden * self.element), 0.0
+        )
+        whole = [work.compute * self.dearer + (work.tensor + self._sends(which) * send) * share
+                 for which, work in enumerate(works)]  # fmt: skip
+        slowest = np.maximum.reduce(whole)
+        total = sum(count * one for count, one in zip(counts, whole, strict=True))
+        fill = (total - slowest) * fill_factor(layouts)
+        own_cores = m * slowest + fill
+        group = self.here / np.minimum(layouts.pp, self.here)
+        idle_part = np.maximum(0.0, cores - group)
+        for k in range(2, int(np.max(layouts.pp, initial=1))):
+            idle_part = idle_part + np.where(k < layouts.pp, np.maximum(0.0, cores - k * group), 0.0)
+        idle = np.where(layouts.pp > 1, idle_part * total / layouts.pp, 0.0)
+        shared = (group * m * total + idle) / np.minimum(cores, self.here)
+        step = np.where(self.here > cores, np.maximum(own_cores, shared), own_cores)
+        which = np.argmax(np.stack(whole), axis=0)
+
+        def of(name: str) -> Floats:
+            return np.choose(which, [np.broadcast_to(getattr(work, name), m.shape) for work in works])
+
+        busy = np.where((self.here > cores) & (layouts.pp > 1), shared / np.maximum(slowest, 1e-30), m)
+        scale = np.minimum(busy, step / np.maximum(slowest, 1e-30))
+        tensor = scale * of("tensor") * share
+        sends = (
+            scale
+            * np.choose(which, [np.broadcast_to(self._sends(index), m.shape) for index in range(3)])
+            * send
+            * share
+        )
+        compute = {name: scale * of(name) * self.dearer for name in ("forward", "backward", "recompute")}
+        bubble = step - sum(compute.values()) - tensor - sends
+        return {**compute, "tp": tensor, "pp": sends, "bubble": np.maximum(bubble, 0.0), "other": 0.0 * m}
+
+    def _sends(self, which: int) -> Floats:
+        """Boundaries that the first, a middle or the last pipeline rank has with others.
+
+        A micro-batch crosses each twice, and half of either message travels while something else is computed.
+        """
+        layouts = self.layouts
+        return np.where(layouts.pp > 1, 2.0 * layouts.virtual - (0.0 if which == 1 else 1.0), 0.0)
+
+    # -- data parallel ----------------------------------------------------------------------------------
+
+    def _data_parallel(self) -> tuple[Floats, Floats, Floats]:
+        """Reduction of gradients, gathers of parameters, and the hooks of ZeRO-2 and 3, in one step."""
+        layouts, rules, m = self.layouts, self.rules, self.m
+        size = np.where(layouts.zero == 0, layouts.dp, layouts.shard)
+        payload, gathered = self.parameters * rules.wire_bytes, self.parameters * rules.gather_bytes
+        buckets = np.maximum(1.0, np.ceil(payload / self.bucket_bytes))
+        layers = np.maximum.reduce([rank.layers for rank in self.ranks])
+        units = layers + layouts.virtual
+        grouped = layouts.zero >= 2
+        calls = np.where(grouped, units, buckets)
+        reduce = calls * self.seconds("reduce_scatter", size, payload / calls) * np.where(grouped, m, 1.0)
+        again = calls * self.seconds("all_gather", size, payload / size / calls)
+        gradients = np.where(layouts.zero == 0, reduce + again, reduce)
+        gather = calls * self.seconds("all_gather", size, gathered / size / calls)
+        # ZeRO-3 keeps the last block of a model without pipeline, and what is in no block, from forward to backward.
+        twice = np.where(layouts.pp == 1, np.maximum(0.0, 2 * units - 3) / units, 2.0)
+        gathers = np.where(layouts.zero == 0, 0.0, gather) * np.where(layouts.zero == 3, m * twice, 1.0)
+        hooks = np.where(grouped, self.host.unit * units * m * np.where(layouts.zero == 3, 3.0, 2.0), 0.0)
+        alone = size == 1
+        return np.where(alone, 0.0, gradients), np.where(alone, 0.0, gathers), np.where(alone, 0.0, hooks)
+
+    def _across_copies(self) -> Floats:
+        """ZeRO with replicas: the shards' gradients are summed across them once a step."""
+        layouts = self.layouts
+        payload = self.parameters * self.rules.wire_bytes / layouts.shard
+        both = self.seconds("reduce_scatter", layouts.replicas, payload)
+        both = both + self.seconds("all_gather", layouts.replicas, payload / layouts.replicas)
+        return np.where(layouts.replicas > 1, both, 0.0)
+
+
+def _layer_pass(seconds: PassSeconds, elements: Floats) -> Floats:
+    """One layer's pass beside its products and attention."""
+    return seconds.layer + seconds.element * elements
+
+
+def _dearer(cluster: ClusterSpec, ranks: Floats) -> Floats:
+    """How many times longer work takes when that many ranks run at once on a node; taking turns counts."""
+    assert cluster.host is not None
+    known = {1: 1.0, **cluster.contention}
+    counts = sorted(known)
+    inside = np.interp(ranks, counts, [known[count] for count in counts])
+    most, cores = counts[-1], cluster.host.cores
+    turns = np.maximum(1.0, ranks / cores) / max(1.0, most / cores)
+    return np.where(ranks > most, known[most] * turns, inside)
