@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.job.layout_text import parse_layout
 from meshwright.plan.placement import order_words
@@ -31,77 +32,72 @@ def show_plan(console: Console, found: Plan, job: Job) -> None:
         soft_wrap=True,
     )
     if found.layouts:
-        node = int(found.cluster.split("x")[1].split()[0])
-        console.print(_layouts("predicted" if found.fits else "closest", found.layouts, node))
+        node = int(found.cluster.split()[0].split("x")[1])
+        title = "fastest first" if found.fits else "closest to fitting"
+        console.print(_layouts(title, found.layouts, node), soft_wrap=True)
     if found.placement:
         console.print(f"placement: {found.placement}", highlight=False, soft_wrap=True)
     if len(found.pareto) > 1:
         step = max(1, -(-len(found.pareto) // _FRONT_ROWS))
-        console.print(_front(found.pareto[::step]))
+        console.print(_front(found.pareto[::step]), soft_wrap=True)
     if found.rejected:
-        console.print(_rejected(found.rejected))
+        console.print(_rejected(found.rejected), soft_wrap=True)
     for assumed in found.basis:
         console.print(f"assumed: {assumed}", style="dim", highlight=False, soft_wrap=True)
 
 
-def _layouts(title: str, layouts: Sequence[PlannedLayout], node: int) -> Table:
-    table = Table(
-        title=f"{title}, fastest first; speed-up and efficiency predicted against one device", title_justify="left"
-    )
-    for name in ("layout", "inside a node"):
-        table.add_column(name, overflow="fold")
-    for name in ("step", "tokens/s", "MFU", "peak", "fullest rank"):
-        table.add_column(name, justify="right")
-    table.add_column("binds", overflow="fold")
-    table.add_column("useful speed-up", justify="right")
-    table.add_column("efficiency", justify="right")
-    for each in layouts:
-        layout = parse_layout(each.layout)
-        table.add_row(
-            _bare(each.layout), order_words(layout, node), seconds(each.step_time_s), f"{each.tokens_per_s:,.0f}",
-            f"{each.mfu:.1%}", size(each.peak_memory_bytes) + ("" if each.fits else " !"), str(each.fullest_rank),
-            each.binding, _number(each.useful_speedup), _percent(each.efficiency),
-        )  # fmt: skip
-    return table
+def _layouts(title: str, layouts: Sequence[PlannedLayout], node: int) -> Group:
+    """Two lines each: the figures, and the layout under them, which may be long."""
+    names = f"{'':>3} {'step':>8} {'tokens/s':>10} {'MFU':>6} {'peak':>9}"
+    head = f"{names} {'rank':>6} {'speed-up':>9} {'efficiency':>10}  binds"
+    lines = [
+        Text(f"{title}; speed-up (useful) and efficiency predicted against one device", style="italic"),
+        Text(head),
+    ]
+    for number, each in enumerate(layouts, start=1):
+        figures = (
+            f"{number:>3} {seconds(each.step_time_s):>8} {each.tokens_per_s:>10,.0f} {each.mfu:>6.1%} "
+            f"{size(each.peak_memory_bytes):>9} {each.fullest_rank:>6} {_number(each.useful_speedup):>9} "
+            f"{_percent(each.efficiency):>10}  {each.binding}"
+        )
+        words = f"    {short(each.layout)}  (inside a node: {order_words(parse_layout(each.layout), node)})"
+        lines += [Text(figures, style="bold"), Text(words)]
+    return Group(*lines)
 
 
-def _front(front: Sequence[PlannedLayout]) -> Table:
-    table = Table(title="time against memory: nothing beats these in both", title_justify="left")
-    table.add_column("peak", justify="right")
-    table.add_column("step", justify="right")
-    table.add_column("layout", overflow="fold")
+def _front(front: Sequence[PlannedLayout]) -> Group:
+    lines = [Text("time against memory: nothing beats these in both", style="italic")]
     for each in front:
-        table.add_row(size(each.peak_memory_bytes), seconds(each.step_time_s), _bare(each.layout))
-    return table
+        lines.append(Text(f"{size(each.peak_memory_bytes):>12} {seconds(each.step_time_s):>8}  {short(each.layout)}"))
+    return Group(*lines)
 
 
-def _rejected(lines: Sequence[Rejected]) -> Table:
-    """One row a family; illegal ones that break the same rule share a row."""
-    table = Table(title="rejected", title_justify="left")
-    table.add_column("family", overflow="fold")
-    table.add_column("layouts", justify="right")
-    table.add_column("why", overflow="fold")
-    table.add_column("its best, or closest", overflow="fold")
+def _rejected(lines: Sequence[Rejected]) -> Group:
+    """One line a family; illegal ones that break the same rule share a line."""
     shown = [line for line in lines if line.kind != "illegal"]
+    texts = [Text("rejected families, with the layouts tried of each", style="italic")]
     for line in shown[:_MOST_REJECTED]:
-        table.add_row(line.family, f"{line.layouts:,}", line.reason, _bare(line.closest or ""))
+        best = "best" if line.kind == "slower" else "closest"
+        texts.append(
+            Text(f"  {line.family:<20} {line.layouts:>9,}  {line.reason} ({best}: {short(line.closest or '')})")
+        )
     if len(shown) > _MOST_REJECTED:
-        table.add_row(f"and {len(shown) - _MOST_REJECTED} families more", "", "see --json", "")
+        texts.append(Text(f"  and {len(shown) - _MOST_REJECTED} families more, in --json"))
     grouped: dict[str, list[str]] = {}
     for line in lines:
         if line.kind == "illegal":
             grouped.setdefault(line.reason, []).append(line.family)
     for reason, families in grouped.items():
         more = f" and {len(families) - 1} more" if len(families) > 1 else ""
-        table.add_row(f"{families[0]}{more}", "0", reason, "")
-    return table
+        texts.append(Text(f"  {families[0]}{more}: {reason}"))
+    return Group(*texts)
 
 
 def show_explained(console: Console, layout: str, ledger: Ledger, lines: Sequence[tuple[str, str, int]]) -> None:
     """Every number of one rank's ledger with the formula beside it."""
     entry = ledger.ranks[0]
     place = " ".join(f"{axis}={index}" for axis, index in entry.place.items())
-    title = f"ledger of rank {entry.rank} ({place}) under {_bare(layout)}, predicted"
+    title = f"ledger of rank {entry.rank} ({place}) under {short(layout)}, predicted"
     table = Table(title=title, title_justify="left")
     table.add_column("quantity")
     table.add_column("value", justify="right")
@@ -116,7 +112,7 @@ def show_compared(console: Console, found: Sequence[Compared]) -> None:
     table = Table(title="side by side, predicted; bytes of one rank and step", title_justify="left")
     table.add_column("")
     for each in found:
-        table.add_column(_bare(each.layout), overflow="fold")
+        table.add_column(short(each.layout), overflow="fold")
     table.add_row("does the full state fit?", *(_fits(each) for each in found))
     table.add_row("and the peak?", *(_peak(each) for each in found))
     table.add_row("how many batches advance at once?", *(_batches(each) for each in found))
@@ -133,7 +129,7 @@ def show_compared(console: Console, found: Sequence[Compared]) -> None:
     fitting = [each for each in found if each.fits]
     if fitting and len(found) > 1:
         best = min(fitting, key=lambda each: each.step_time_s)
-        console.print(f"fastest that fits: {_bare(best.layout)}, {seconds(best.step_time_s)} a step", highlight=False)
+        console.print(f"fastest that fits: {short(best.layout)}, {seconds(best.step_time_s)} a step", highlight=False)
     elif not fitting:
         console.print("none of them fits", highlight=False)
 
@@ -162,9 +158,17 @@ def _crossings(crossings: Sequence[Crossing]) -> str:
     return "; ".join(f"{each.axis}: {size(each.wire)} in {each.messages:,} messages, {each.link}" for each in crossings)
 
 
-def _bare(text: str) -> str:
-    """A layout without its placement, which is as long as there are ranks."""
-    return " ".join(word for word in text.split() if not word.startswith("placement="))
+def short(text: str) -> str:
+    """A layout without its placement, which is as long as there are ranks, and with long lists of stages cut."""
+    words = []
+    for word in text.split():
+        key, _, value = word.partition("=")
+        entries = value.split(",")
+        if key == "stages" and len(entries) > 8:
+            word = f"stages={','.join(entries[:3])},...,{entries[-1]}"
+        if key != "placement":
+            words.append(word)
+    return " ".join(words)
 
 
 def seconds(value: float) -> str:
