@@ -43,7 +43,7 @@ _DEVICE_COMMON = {"length_half": 200, "memory": 0.8, "launch": 2.5e-6, "dispatch
 _PROGRAM_START: dict[str, dict[str, float]] = {
     "megatron-deepspeed-vtrain": {"kernels": 4.0, "optimizer_bytes": 30, "step_seconds": 5e-3,
                                   "micro_batch_seconds": 1e-3},
-    "megatron-deepspeed": {"kernels": 2.0, "micro_batch_seconds": 1e-3},
+    "megatron-deepspeed": {"kernels": 2.0, "micro_batch_seconds": 1e-3, "layer_seconds": 0.01},
     "megatron-2021": {"kernels": 1.5},
     "mosaic-fsdp": {"step_seconds": 1e-2, "micro_batch_seconds": 1e-3, "overlap_gathers": 0.8,
                     "overlap_gradients": 0.8},
@@ -75,7 +75,7 @@ STEPS: tuple[tuple[str, tuple[str, ...], float], ...] = (
             *_keys("device", A100, (*_CURVES, *_ATTENTION)),
             *_keys("program", "megatron-deepspeed-vtrain",
                    ("elementwise", "kernels", "optimizer_bytes", "step_seconds", "micro_batch_seconds")),
-            *_keys("program", "megatron-deepspeed", ("elementwise",)),
+            *_keys("program", "megatron-deepspeed", ("elementwise", "layer_seconds")),
             *_keys("program", "megatron-2021", ("elementwise",)),
             *_keys("program", "mosaic-fsdp", ("elementwise", "overlap_gathers")),
             *_keys("program", "fms-fsdp", ("elementwise", "overlap_gathers")),

@@ -101,8 +101,8 @@ def layer_time(shape: Shape, tp: Ints, micro_batch: Ints, sequence_parallel: Flo
     kernels_f = rules.kernels * (_KERNELS_FORWARD + apart)
     kernels_b = rules.kernels * (_KERNELS_BACKWARD + apart)
     return LayerTime(
-        forward=forward + core + stream + kernels_f * machine.launch,
-        backward=backward + core_backward + 1.8 * stream + kernels_b * machine.launch,
+        forward=forward + core + stream + kernels_f * machine.launch + rules.layer_seconds / 4,
+        backward=backward + core_backward + 1.8 * stream + kernels_b * machine.launch + rules.layer_seconds / 2,
         core=core,
         host_forward=np.asarray(kernels_f * machine.dispatch),
         host_backward=np.asarray(kernels_b * machine.dispatch),
@@ -229,7 +229,8 @@ class _Step:
         for axis in ("shard", "replicate"):
             parts[axis] = reduction[axis] + gathers[axis]
         length = self.layouts.dp.shape
-        parts = {name: np.broadcast_to(np.asarray(seconds, float), length) for name, seconds in parts.items()}
+        slowdown = self.rules.slowdown
+        parts = {name: np.broadcast_to(np.asarray(value * slowdown), length) for name, value in parts.items()}
         total = np.zeros(length)
         for seconds in parts.values():
             total += seconds

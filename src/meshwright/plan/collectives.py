@@ -1,8 +1,10 @@
 """Seconds of a collective: alpha-beta of each algorithm on each kind of link, the quickest taken.
 
 ``n`` ranks in ``N`` nodes (``g = n / N`` in each), ``S`` the whole payload in bytes, ``a`` latency of a step and ``B``
-bandwidth, inside a node (i) and between nodes (e). ``B_e`` is the group's share of its node's adapters: ``g`` of the
-node's devices belong to it, and the other devices do the same at the same time in groups of their own.
+bandwidth, inside a node (i) and between nodes (e). ``B_e`` is what a group has of its node's adapters, while the
+other devices of the node do the same in groups of their own: all of them where the group is the whole node, and one
+device's share otherwise, since a ring comes in through one adapter and goes out through another (twice that share
+for two members in the node, as one might think, contradicts the measured runs of Megatron with tp = 2 and 4).
 
     ring            (n - N) a_i + N a_e per round of n - 1 steps,   (n-1)/n S / min(B_i, B_e)
     hierarchical    inside, then N nodes on S/g each, then inside:  (g-1)/g S/B_i + (N-1)/N S/B_e
@@ -61,7 +63,7 @@ class Group:
     """Members in one node."""
     nodes: Floats
     share: Floats
-    """Bytes/s between nodes that the members in one node have together."""
+    """Bytes/s between nodes that the members in one node have."""
 
     @classmethod
     def of(cls, size: Ints, stride: Ints, network: Network) -> Group:
@@ -69,7 +71,8 @@ class Group:
         inside = np.clip(network.devices_per_node // np.maximum(stride, 1), 1, size).astype(float)
         nodes = np.ceil(size / inside)
         neighbours = np.minimum(network.devices_per_node, stride * size)
-        share = network.node_bandwidth * inside / np.maximum(neighbours, 1)
+        whole_node = inside >= neighbours
+        share = network.node_bandwidth / np.where(whole_node, 1, np.maximum(neighbours, 1))
         return cls(np.asarray(size, float), inside, nodes, np.where(nodes > 1, share, _NO_LINK))
 
 

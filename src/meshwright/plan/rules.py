@@ -65,6 +65,9 @@ class Rules:
     """Memory traffic of clipping and the update, per parameter it updates."""
     step_seconds: float = 0.0
     """Of every step: data, logging, the optimizer's host work."""
+    layer_seconds: float = 0.0
+    """Of every layer, micro-batch, and forward, recomputation and twice backward together (a quarter each): time in
+    which the device waits for the host, as with synchronous kernel launches."""
     micro_batch_seconds: float = 0.0
     """Of every micro-batch: the host's work outside the layers."""
 
@@ -74,6 +77,8 @@ class Rules:
     """Of one logit at the loss: the 16-bit logits, float32 ones, and their gradient."""
     head_gradient_bytes: float = 2.0
     """Of one element of the head's weight gradient while it is made, when the logits are gone."""
+    slowdown: float = 1.0
+    """Everything takes so many times as long: a fault of the machine that its source names."""
     wait_per_doubling: float = 0.0
     """Part of the computation lost to the slowest rank, for each doubling of the nodes."""
 
