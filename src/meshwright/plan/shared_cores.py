@@ -9,12 +9,12 @@ What differs from devices of their own (``array_time``):
 * ranks beyond the cores take turns. A pipeline then loses nothing to its bubble as long as there is other work for the
   cores: the step is the node's whole work over its cores, and what stands idle while it fills and drains.
 
-With ``c`` cores, ``n`` ranks a node of which ``g = n / pp`` run the same stage, ``W_r`` seconds of work of pipeline
-rank ``r`` on a core of its own, and ``u(k)`` how much dearer work gets when ``k`` ranks run at once:
+With ``c`` cores, ``n`` ranks a node of which ``g = n / pp`` run the same stage, and ``W_r`` seconds of a core that
+pipeline rank ``r`` takes for a step (what the others slow it down included, waiting for its turn not):
 
-    own cores (n <= c)   max_r W_r + fill              all times u(n)
-    shared (n > c)       (g sum_r W_r + idle) / c      all times u(n), and no less than on own cores
-    idle                 both ways: sum over k < pp of max(0, c - k g) times one pass of the k-th stage
+    own cores (n <= c)   max_r W_r + fill
+    shared (n > c)       (g sum_r W_r + idle) / c, and no less than on own cores
+    idle                 sum over k < pp of max(0, c - k g), times a stage's forward and backward of one micro-batch
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class _Step:
             "optimizer": owned * host.update * self.dearer,
             "shard": np.where(layouts.zero > 0, (gradients + gathers) * cover + hooks * self.dearer, 0.0),
             "replicate": np.where(layouts.zero == 0, gradients * cover, self._across_copies()),
-            "other": tail + pipeline["other"],
+            "other": tail,
+            "waiting": 0.0 * self.m,
         }
         shaped = {name: np.asarray(np.broadcast_to(part, self.rows.shape), float) for name, part in parts.items()}
         return StepTime(shaped, np.add.reduce(list(shaped.values())))
@@ -185,43 +186,42 @@ class _Step:
     def _pipeline(self, works: list[_Work]) -> dict[str, Floats]:
         """From the first forward to the last backward, by part."""
         layouts, m, cores = self.layouts, self.m, float(self.host.cores)
-        share = np.minimum(1.0, cores / self.here)
-        """Of a core, that a rank has when all run."""
-        middle = np.maximum(layouts.pp - 2, 0).astype(float)
-        counts = [np.ones_like(middle), middle, (layouts.pp > 1).astype(float)]
-        send = np.where(
-            layouts.pp > 1, self.seconds("send", np.asarray(2), self.rows * self.shape.hidden * self.element), 0.0
-        )
-        whole = [work.compute * self.dearer + (work.tensor + self._sends(which) * send) * share
-                 for which, work in enumerate(works)]  # fmt: skip
-        slowest = np.maximum.reduce(whole)
-        total = sum(count * one for count, one in zip(counts, whole, strict=True))
-        fill = (total - slowest) * fill_factor(layouts)
-        own_cores = m * slowest + fill
+        turns = np.maximum(1.0, self.here / cores)
+        send = self.seconds("send", np.asarray(2), self.rows * self.shape.hidden * self.element)
+        # By pipeline rank and part: seconds of a core for one micro-batch, what others slow down included. All ranks
+        # did the measured collectives at once, so on shared cores their seconds hold several ranks' work.
+        rows = [
+            np.stack(
+                [
+                    work.forward * self.dearer / turns,
+                    work.backward * self.dearer / turns,
+                    work.recompute * self.dearer / turns,
+                    work.tensor / turns,
+                    self._sends(which) * send / turns,
+                ]
+            )
+            for which, work in enumerate(works)
+        ]
+        whole = np.stack([row.sum(0) for row in rows])
+        middle = np.maximum(layouts.pp - 2, 0)
+        total = whole[0] + middle * whole[1] + np.where(layouts.pp > 1, whole[2], 0.0)
+        slowest, which = whole.max(0), whole.argmax(0)
+        step = m * slowest + (total - slowest) * fill_factor(layouts)
         group = self.here / np.minimum(layouts.pp, self.here)
-        idle_part = np.maximum(0.0, cores - group)
-        for k in range(2, int(np.max(layouts.pp, initial=1))):
-            idle_part = idle_part + np.where(k < layouts.pp, np.maximum(0.0, cores - k * group), 0.0)
-        idle = np.where(layouts.pp > 1, idle_part * total / layouts.pp, 0.0)
-        shared = (group * m * total + idle) / np.minimum(cores, self.here)
-        step = np.where(self.here > cores, np.maximum(own_cores, shared), own_cores)
-        which = np.argmax(np.stack(whole), axis=0)
+        shared = (group * m * total + self._idle(group) * total / layouts.pp) / cores
+        step = np.where(self.here > cores, np.maximum(step, shared), step)
+        parts = m * np.choose(which, rows) * np.minimum(turns, step / (m * slowest))
+        names = ("forward", "backward", "recompute", "tp", "pp")
+        return {**dict(zip(names, parts, strict=True)), "bubble": np.maximum(step - parts.sum(0), 0.0)}
 
-        def of(name: str) -> Floats:
-            return np.choose(which, [np.broadcast_to(getattr(work, name), m.shape) for work in works])
-
-        busy = np.where((self.here > cores) & (layouts.pp > 1), shared / np.maximum(slowest, 1e-30), m)
-        scale = np.minimum(busy, step / np.maximum(slowest, 1e-30))
-        tensor = scale * of("tensor") * share
-        sends = (
-            scale
-            * np.choose(which, [np.broadcast_to(self._sends(index), m.shape) for index in range(3)])
-            * send
-            * share
+    def _idle(self, group: Floats) -> Floats:
+        """Cores without a rank while a pipeline fills and drains, in passes of a stage (there and back)."""
+        pp, cores = self.layouts.pp, float(self.host.cores)
+        deepest = int(np.max(pp, initial=1))
+        return sum(
+            (np.where(stage < pp, np.maximum(0.0, cores - stage * group), 0.0) for stage in range(1, deepest)),
+            start=np.zeros(pp.shape),
         )
-        compute = {name: scale * of(name) * self.dearer for name in ("forward", "backward", "recompute")}
-        bubble = step - sum(compute.values()) - tensor - sends
-        return {**compute, "tp": tensor, "pp": sends, "bubble": np.maximum(bubble, 0.0), "other": 0.0 * m}
 
     def _sends(self, which: int) -> Floats:
         """Boundaries that the first, a middle or the last pipeline rank has with others.
