@@ -145,21 +145,33 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     fast = speed(LARGE)
-    picks = [] if options.speed_only else [pick(problem) for problem in SMALL]
+    if not options.json:
+        _show_speed(fast)
+    picks = []
+    for problem in () if options.speed_only else SMALL:
+        picks.append(pick(problem))
+        if not options.json:
+            _show_pick(picks[-1])
     if options.json:
         print(json.dumps({"speed": asdict(fast), "picks": [asdict(each) for each in picks]}))
-        return
+
+
+def _show_speed(fast: Speed) -> None:
     print(
         f"{LARGE[0]} on {LARGE[1]}: {fast.layouts:,} layouts ({fast.fitting:,} fit, {fast.illegal:,} more broke a rule)"
         f" in {fast.cpu_seconds:.1f} s of one core ({fast.seconds:.1f} s wall): {fast.layouts_per_second:,.0f} "
-        f"layouts/s; best {KEPT} simulated in {fast.refine_seconds:.1f} s; {fast.peak_memory_bytes / 1e6:,.0f} MB"
+        f"layouts/s; best {KEPT} simulated in {fast.refine_seconds:.1f} s; {fast.peak_memory_bytes / 1e6:,.0f} MB",
+        flush=True,
     )
-    for each in picks:
-        print(
-            f"{each.problem}: {each.fitting:,} simulated of {each.layouts:,} in {each.simulate_all_seconds:.0f} s; "
-            f"pick {each.pick_seconds:.4f} s ({each.pick}), best {each.best_seconds:.4f} s ({each.best}): "
-            f"{each.excess:.2%} slower"
-        )
+
+
+def _show_pick(each: Pick) -> None:
+    print(
+        f"{each.problem}: {each.fitting:,} simulated of {each.layouts:,} in {each.simulate_all_seconds:.0f} s; "
+        f"pick {each.pick_seconds:.4f} s ({each.pick}), best {each.best_seconds:.4f} s ({each.best}): "
+        f"{each.excess:.2%} slower",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

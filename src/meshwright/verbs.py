@@ -8,11 +8,13 @@ only ever see a resolved one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import InputError
+from meshwright.files import replace_text
 from meshwright.job.job import Job, load_job
 
 if TYPE_CHECKING:
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 JobLike = Job | str | Path
 PLAN_FILE = "plan.json"
+"""In a run directory: the plan that chose its layout."""
+CLUSTER_FILE = "cluster.json"
+"""Beside it: the machines, where they were measured for it."""
+_QUICK = 0.2
+"""How much of a calibration's time a job without a cluster file gets."""
 
 
 def plan(
@@ -56,8 +63,8 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Train a model under the job's layout and return the run's summary, the content of ``summary.json``.
 
-    On one machine it starts its own ranks; under torchrun, srun or a Kubernetes Job it is one of them, and only
-    rank 0 returns a summary that is not empty.
+    It starts its own ranks on this machine. Under torchrun, srun or a Kubernetes Job use the command, which takes
+    its place as one of their ranks.
 
     Args:
         job: what is trained.
@@ -78,14 +85,12 @@ def train(
 
     folder = Path(out)
     place = detect_environment()
-    planned = with_planned_layout(
-        _read(job, layout), ranks=place.world_size if place else None, run=folder if resume else None
-    )
-    check_port(port)  # before anything is written
     if place is not None:
         raise InputError(
             f"train: {place.source} started this process as one rank; use the command `meshwright train` there"
         )
+    planned = with_planned_layout(_read(job, layout), run=folder if resume else None)
+    check_port(port)  # before anything is written
     resolved = planned.job.resolve()
     prepare_run(resolved, folder, resume=resume)
     planned.write(folder)
@@ -116,33 +121,41 @@ def check(job: JobLike, layout: str | None = None, *, steps: int = 10, overrides
 
 
 class Planned:
-    """A job whose layout is settled, and the plan that settled it where there was one."""
+    """A job whose layout is settled, and where a plan settled it, that plan and the machines it was made for."""
 
-    def __init__(self, job: Job, plan: Plan | None = None) -> None:
-        self.job, self.plan = job, plan
+    def __init__(self, job: Job, plan: Plan | None = None, measured: ClusterSpec | None = None) -> None:
+        self.job, self.plan, self.measured = job, plan, measured
 
     def write(self, run: Path) -> None:
-        """Leave the plan in a run directory."""
+        """Leave the plan in a run directory, and the machines where they were measured for it."""
         if self.plan is not None:
-            (run / PLAN_FILE).write_text(self.plan.to_json(), encoding="utf-8")
+            replace_text(run / PLAN_FILE, self.plan.to_json())
+        if self.measured is not None:
+            replace_text(run / CLUSTER_FILE, self.measured.model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
 def with_planned_layout(
     job: Job,
-    cluster: str | None = None,
+    cluster: ClusterSpec | str | None = None,
     *,
     ranks: int | None = None,
+    launched_by: str | None = None,
     run: Path | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Planned:
     """The job itself, or where its layout is ``auto``, the job with the planner's first choice.
+
+    A job that names no machines is planned for this one, which is measured first (some seconds).
 
     Args:
         job: as it was read.
         cluster: replaces ``[cluster] machines``.
         ranks: how many there are, where a launcher says so.
+        launched_by: who started this process as one rank of several; then nothing is measured.
         run: a run that is resumed: its layout stays, whatever the planner would say today.
         progress: told how far the search is.
+        say: told what is measured.
 
     Raises:
         InputError: nothing says which machines there are, or no layout fits them.
@@ -151,12 +164,31 @@ def with_planned_layout(
         return Planned(job)
     if run is not None and (run / "job.toml").exists():
         return Planned(job.with_layout(load_job(run / "job.toml").layout, source=f"{run.name}/job.toml"))
+    measured = None
+    if cluster is None and job.cluster.machines is None and launched_by is None:
+        cluster = measured = _measured_machine(job, say)
     found = plan(job, cluster, ranks=ranks, progress=progress)
     if not found.fits:
         raise InputError(f"layout: auto finds none that fits; {nothing_fits(found)}")
     from meshwright.job.layout_text import parse_layout
 
-    return Planned(job.with_layout(parse_layout(found.layouts[0].layout), source="planned"), found)
+    return Planned(job.with_layout(parse_layout(found.layouts[0].layout), source="planned"), found, measured)
+
+
+def _measured_machine(job: Job, say: Callable[[str], None]) -> ClusterSpec | None:
+    """This machine, measured in some seconds: as many ranks as the job wants, or one a core.
+
+    None where it would train on CUDA devices, which ``meshwright calibrate`` measures under torchrun.
+    """
+    import torch
+
+    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
+        return None
+    from meshwright.prove.calibrate import calibrate
+
+    ranks = job.cluster.ranks or len(os.sched_getaffinity(0))
+    say(f'layout = "auto" and no [cluster] machines: measuring this machine with {ranks} ranks')
+    return calibrate(ranks, say, effort=_QUICK)
 
 
 def nothing_fits(found: Plan) -> str:

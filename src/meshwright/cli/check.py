@@ -12,8 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cli.auto import settled_layout
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
+from meshwright.job.layout import Layout
 from meshwright.prove.check import Found, check_layout, check_matrix, check_self_test
 from meshwright.prove.parity import Parity
 
@@ -42,6 +44,8 @@ def check(
         raise InputError(f"--dtype: {dtype!r} has no bound to hold; use float64 or float32")
     settings = [*(overrides or []), *([f"precision.dtype={dtype}"] if dtype else [])]
     job = load_job(job_file, settings, layout)
+    if job.auto:  # which matters only to what is proven of the job's own layout
+        job = job.with_layout(Layout()) if layout is None else settled_layout(job, None, None, as_json).job
     console = Console(quiet=as_json)
     results = list(_run(job, layout, matrix, self_test, dtype, max_ranks, steps, console))
     passed = bool(results) and all(result.passed for result in results)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.auto import settled_layout
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment
 from meshwright.recovery.launch import check_port, launch
@@ -18,25 +20,30 @@ from meshwright.train.prepare import prepare_run
 def train(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
     out: Annotated[Path, typer.Option(help="Directory of the run; must be new or empty unless --resume.")],
-    layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2 pp=2 zero=1".')] = None,
+    layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2"; auto: planned.')] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     port: Annotated[int | None, typer.Option(help="Rendezvous port on this machine; absent: a free one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Train a model under the job's layout.
+    """Train a model under the job's layout, or the planner's where that is "auto".
 
     On one machine it starts its own ranks; under torchrun, srun or a Kubernetes Job it is one of them.
     Ctrl-C or SIGTERM saves and stops.
     """
     place = detect_environment()
-    job = load_job(job_file, overrides or [], layout)
-    job = job.resolve(place.world_size, ranks_from=place.source) if place else job.resolve()
+    planned = settled_layout(load_job(job_file, overrides or [], layout), place, out if resume else None, as_json)
+    job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
     check_port(port)  # before anything is written
+
+    def prepare() -> None:
+        prepare_run(job, out, resume=resume)
+        planned.write(out)
+
     if place is not None:
-        _be_a_rank(place, job, out, resume, as_json)
+        _be_a_rank(place, job, out, resume, as_json, prepare)
         return
-    prepare_run(job, out, resume=resume)
+    prepare()
     if not as_json:
         print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
               f"ranks: {job.layout}", flush=True)  # fmt: skip
@@ -45,16 +52,16 @@ def train(
     _report(job, out, as_json)
 
 
-def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool) -> None:
+def _be_a_rank(
+    place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None]
+) -> None:
     from meshwright.recovery.rank import run_as_rank
     from meshwright.train.worker import train_rank
 
     place.export()
 
     def work() -> None:
-        train_rank(
-            out, resume=resume, job=job, quiet=as_json, prepare=lambda: prepare_run(job, out, resume=resume)
-        )
+        train_rank(out, resume=resume, job=job, quiet=as_json, prepare=prepare)
         if place.rank == 0:
             _report(job, out, as_json)
 

@@ -25,11 +25,12 @@ _PERIODIC_FROM = 6
 
 
 def refine(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats:
-    """Step times of each layout in seconds; those without a pipeline keep the closed form's."""
+    """Step times of each layout in seconds; those without a pipeline, or on shared cores, keep the closed form's."""
     values = evaluate(work, cluster, layouts)
     times = np.array(values.step_time, float)
     piped = np.flatnonzero(layouts.pp > 1)
-    if not len(piped) or not _simulated(cluster):
+    # Where ranks share processor cores no schedule decides when each computes.
+    if not len(piped) or cluster.host is not None:
         return times
     rules = rules_of(work)
     passes = pass_time(Shape.of(work), layouts, Network.of(cluster), machine_of(work, cluster), rules)
@@ -37,11 +38,6 @@ def refine(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats:
     for index in piped:
         times[index] = outside[index] + _pipeline(work, layouts, int(index), passes, rules)
     return times
-
-
-def _simulated(cluster: ClusterSpec) -> bool:
-    """Whether ranks have devices of their own, so that a schedule decides when each computes."""
-    return getattr(cluster, "cores", None) is None
 
 
 def _outside(values: Evaluation, layouts: Layouts, passes: PassTime, layers: int) -> Floats:
