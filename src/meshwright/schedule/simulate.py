@@ -148,7 +148,7 @@ def _plan(table: Table, sends: Sends) -> _Plan:
     count = len(table.kind)
     own = np.arange(count)
     needed, departs, crossed = needs(table), leaves_after(table), boundaries(table)
-    remote = (needed >= 0) & (crossed[needed] >= 0)
+    remote = (needed >= 0) & (table.rank[needed] != table.rank)
     sender = np.flatnonzero(crossed >= 0) if sends != "overlapped" else np.zeros(0, np.int64)
     send_of = np.full(count, -1)
     send_of[sender] = count + np.arange(len(sender))
