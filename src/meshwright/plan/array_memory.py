@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held, is_v
+from meshwright.plan.stages import Held, held
 from meshwright.schedule.in_flight_closed import in_flight_closed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
@@ -57,35 +57,50 @@ def memory_use(shape: Shape, layouts: Layouts, rules: Rules, element: float = 2.
 
 
 def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, rank: Held) -> dict[str, Floats]:
-    """Bytes by category of one pipeline rank."""
+    """Bytes by category of one pipeline rank, at the fuller of two moments: the head's and a layer's backward."""
     tp = layouts.tp
+    tokens = layouts.micro_batch * shape.sequence
+    local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
+    own = element * tokens * shape.hidden * local
     per_layer = shape.split_parameters() / tp + shape.whole_parameters()
-    ends = -(-shape.vocabulary // tp) * shape.hidden
+    ends = np.ceil(shape.vocabulary / tp) * shape.hidden
     # A tied head on a rank of its own is a second copy; on the embedding's rank it is the same.
     heads = np.where(rank.head & (~rank.embedding | (shape.tied == 0)), 1.0, 0.0)
     outside = (rank.embedding + heads) * ends + rank.embedding * shape.positions * shape.hidden
     outside = outside + rank.head * shape.norm_parameters * shape.hidden
     count = rank.layers * per_layer + outside
     parts = _state(count, layouts, rules)
+
     kept = layer_bytes(shape, layouts, rules, element)
-    working = layer_bytes(shape, layouts.with_columns(recompute=0), rules, element)
-    tokens = layouts.micro_batch * shape.sequence
     flight = in_flight_closed(layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank)
-    chunk = rank.layers / layouts.virtual
-    saved = flight * chunk * kept + np.where(layouts.recompute > 0, np.maximum(working - kept, 0), 0.0)
-    local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
-    logits = rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
-    loss = np.maximum(logits, rules.head_gradient_bytes * ends) + 2 * element * tokens * shape.hidden * local
-    first_in_flight = np.minimum(flight, layouts.micro_batches)
-    embedding = first_in_flight * tokens * shape.hidden * local * (8.0 * rules.dropout / 8)
-    # On a folded pipeline the first rank computes the loss while its other stage's micro-batches are alive.
-    activations = saved + rank.head * loss + rank.embedding * embedding + 0.0 * is_v(layouts)
-    parts["activations"] = activations
-    parts["temporary"] = (
-        _buffers(shape, layouts, rules, per_layer, count, outside, tokens, element) + rules.context_bytes
+    saved = flight * (
+        rank.layers / layouts.virtual * kept + rank.embedding * rules.dropout * tokens * shape.hidden * local
     )
-    parts["temporary"] = parts["temporary"] + rules.slack * activations
+    logits = rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
+    head_gradient = rules.head_gradient_bytes * ends
+    if rules.head_gradient_beside_logits:
+        at_head, made = logits + 2 * own, head_gradient + own
+    else:
+        at_head, made = np.maximum(logits, head_gradient) + 2 * own, 0.0 * own
+    at_head, made = rank.head * at_head, rank.head * made
+    working = layer_bytes(shape, layouts.with_columns(recompute=0), rules, element)
+    again = np.where(layouts.recompute > 0, np.maximum(working - kept, 0.0), 0.0)
+    passing = rules.backward_passing * layer_passing(shape, layouts, element)
+    first = at_head + made >= again + passing
+    activations = saved + np.where(first, at_head, again)
+    temporary = np.where(first, made, passing) + _buffers(shape, layouts, rules, per_layer, count, outside)
+    whole = 3 * element * tokens * shape.hidden if rules.backward_passing else 2 * element * tokens * shape.hidden
+    temporary = temporary + np.where(layouts.sequence_parallel & (tp > 1), whole, 0.0)
+    parts["activations"] = activations
+    parts["temporary"] = temporary + rules.context_bytes + rules.slack * activations
     return {name: np.broadcast_to(np.asarray(value, float), layouts.dp.shape) for name, value in parts.items()}
+
+
+def layer_passing(shape: Shape, layouts: Layouts, element: float) -> Floats:
+    """What comes and goes in one layer's backward: gradients of the MLP's insides and of its largest weight."""
+    inner = shape.ffn / layouts.tp
+    tokens = layouts.micro_batch * shape.sequence
+    return element * (inner * (2 + shape.gated) * tokens + inner * (1 + shape.gated) * shape.hidden)
 
 
 def _state(count: Floats, layouts: Layouts, rules: Rules) -> dict[str, Floats]:
@@ -105,14 +120,17 @@ def _state(count: Floats, layouts: Layouts, rules: Rules) -> dict[str, Floats]:
     }
 
 
-def _buffers(shape: Shape, layouts: Layouts, rules: Rules, per_layer: Floats, count: Floats, outside: Floats,
-             tokens: Floats, element: float) -> Floats:  # fmt: skip
-    """Gathered parameters, gradients on their way, and what tensor parallelism gathers of the sequence."""
-    gathered = rules.gather_bytes * (2 * per_layer + outside) + rules.wire_bytes * per_layer
-    whole = np.where(rules.full_working_copy, 0.0, rules.gather_bytes * count)
-    by_stage = np.where(layouts.zero >= 3, gathered, np.where(layouts.zero == 2, whole, 0.0))
-    sequence = np.where(layouts.sequence_parallel & (layouts.tp > 1), 2 * element * tokens * shape.hidden, 0.0)
-    return np.where(layouts.shard > 1, by_stage, 0.0) + sequence
+def _buffers(shape: Shape, layouts: Layouts, rules: Rules, per_layer: Floats, count: Floats,
+             outside: Floats) -> Floats:  # fmt: skip
+    """Gathered parameters (ZeRO-2: all; ZeRO-3: some layers' and those outside layers), and gradients on their way.
+
+    A reduction of the last micro-batch may still be under way: its input and its copy for the exchange.
+    """
+    gathered = rules.gather_bytes * np.where(layouts.zero >= 3, rules.layers_gathered * per_layer + outside, count)
+    under_way = np.where(layouts.micro_batches > 1, np.maximum(outside, per_layer), per_layer)
+    sums = rules.gradients_under_way * rules.wire_bytes * under_way
+    flat = np.where((layouts.zero == 2) & rules.full_working_copy, 0.0, gathered) + sums
+    return np.where((layouts.shard > 1) & (layouts.zero >= 2), flat, 0.0) + 0.0 * shape.hidden
 
 
 def layer_bytes(shape: Shape, layouts: Layouts, rules: Rules, element: Value) -> Floats:

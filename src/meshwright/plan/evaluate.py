@@ -61,6 +61,8 @@ def rules_of(work: Work) -> Rules:
         wire_bytes=float(wide),
         gather_bytes=float(element),
         wire_tp_bytes=float(element),
+        logit_bytes=float(element),
+        head_gradient_bytes=float(element),
         fused_attention=work.fused_attention,
         dropout=work.spec.dropout > 0,
         full_working_copy=False,

@@ -79,6 +79,14 @@ class Rules:
     """Of one element of the head's weight gradient while it is made, when the logits are gone."""
     slowdown: float = 1.0
     """Everything takes so many times as long: a fault of the machine that its source names."""
+    head_gradient_beside_logits: bool = False
+    """It is made while the gradient of the logits still stands."""
+    backward_passing: float = 0.0
+    """How many times a layer's gradients of activations come and go beside what is kept, at the peak."""
+    layers_gathered: float = 2.0
+    """Layers whose parameters ZeRO-3 holds at once: the one at work, and the next one on its way."""
+    gradients_under_way: float = 1.0
+    """Copies of a layer's gradients, as on the wire, that a reduction keeps while it runs."""
     wait_per_doubling: float = 0.0
     """Part of the computation lost to the slowest rank, for each doubling of the nodes."""
 
@@ -88,5 +96,14 @@ class Rules:
     """Part of the activations that the allocator holds beyond what is asked of it."""
 
 
-OURS = Rules(name="meshwright", reduce_each_micro_batch=True, elementwise=1.0)
+OURS = Rules(
+    name="meshwright",
+    reduce_each_micro_batch=True,
+    logit_bytes=2.0,
+    head_gradient_bytes=2.0,
+    head_gradient_beside_logits=True,
+    backward_passing=1.0,
+    layers_gathered=1.0,
+    gradients_under_way=2.0,
+)
 """meshwright's own program; ``plan/predict.py`` holds the exact form for one layout."""
