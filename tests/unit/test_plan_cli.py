@@ -56,8 +56,10 @@ def test_json_without_a_job_file(plan: Any) -> None:
 def test_tables_name_what_people_look_for(plan: Any) -> None:
     code, out, _ = plan(*MODEL, *EIGHT)
     assert code == 0
-    for words in ("gpt3-1.3b (1,315,", "predicted against one device", "tokens/s", "MFU", "inside a node", "placement: ",
-                  "time against memory", "rejected families", "times the fastest", "assumed: links.inter"):  # fmt: skip
+    for words in (
+        "gpt3-1.3b (1,315,", "predicted against one device", "tokens/s", "MFU", "inside a node", "placement: ",
+        "time against memory", "rejected families", "times the fastest", "assumed: links.inter",
+    ):  # fmt: skip
         assert words in out, words
 
 

@@ -89,7 +89,7 @@ def test_the_answer_is_complete_and_the_same_twice() -> None:
         layout = parse_layout(entry["layout"])
         job.with_layout(layout).resolve(8, purpose="plan")
         assert entry["tokens_per_s"] == pytest.approx(8 * 1024 / entry["step_time_s"])
-        assert 0 < entry["mfu"] < 1 and 0 < entry["efficiency"] and 0 <= entry["fullest_rank"] < 8
+        assert 0 < entry["mfu"] < 1 and entry["efficiency"] > 0 and 0 <= entry["fullest_rank"] < 8
         assert entry["useful_speedup"] == pytest.approx(8 * entry["efficiency"])
     assert value["layouts"] == sorted(value["layouts"], key=lambda entry: entry["step_time_s"])
     families = {line["family"] for line in value["rejected"]}
