@@ -22,18 +22,15 @@ from typing import Any
 import numpy as np
 
 from bench.peers import machine
-from meshwright.comm.collectives import barrier
-from meshwright.comm.mesh import Mesh
 from meshwright.job.cluster import ClusterSpec, load_cluster
 from meshwright.job.job import Job, job_from_values, load_job
 from meshwright.job.layout_text import parse_layout_values
 from meshwright.plan.arrays import Evaluation, Work, from_layouts
 from meshwright.plan.evaluate import evaluate
 from meshwright.prove.calibrate import calibrate
-from meshwright.prove.calibrate_program import made_up_batches
+from meshwright.prove.calibrate_program import step_times
 from meshwright.prove.pool import RankPool
 from meshwright.prove.stopwatch import Timing
-from meshwright.train.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 MEDIAN_ERROR, SPEARMAN, PICK = 0.12, 0.90, 1.05
@@ -149,24 +146,11 @@ def measure(found: Sequence[Case], rounds: int, steps: int, say: Callable[[str],
             try:
                 for case in found:
                     if case.job.layout.ranks == ranks:
-                        case.samples.append(max(pool.run(step_times, case.job, steps, timeout=300.0)))
+                        replies = pool.run(step_times, case.job, steps, timeout=300.0)
+                        case.samples.append(max(statistics.median(times) for times in replies))
             finally:
                 pool.close()
         say(f"round {turn + 1} of {rounds}: {time.perf_counter() - began:.0f} s")
-
-
-def step_times(job: Job, steps: int) -> float:
-    """Runs on every rank: median seconds of a step, after two that set things up."""
-    with Mesh(job.layout) as mesh:
-        trainer = Trainer(job, mesh)
-        batches = made_up_batches(job, mesh.coordinate("dp"), mesh.degree("dp"))
-        times = []
-        for _ in range(2 + steps):
-            barrier(mesh.group("world"))
-            began = time.perf_counter()
-            trainer.step(batches)
-            times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

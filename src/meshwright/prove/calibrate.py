@@ -25,15 +25,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import barrier
-from meshwright.comm.mesh import Mesh
 from meshwright.job.cluster import ClusterSpec
 from meshwright.prove.calibrate_collectives import SIZES, CollectiveTime, groupings, measure_collectives
 from meshwright.prove.calibrate_fit import Findings, cluster_of_findings
 from meshwright.prove.calibrate_kernels import Kernels, measure_kernels
-from meshwright.prove.calibrate_program import SHAPES, Phases, Shape, made_up_batches, measure_program, program_job
+from meshwright.prove.calibrate_program import SHAPES, Phases, Shape, measure_program, program_job, step_times
 from meshwright.prove.pool import RankPool
 from meshwright.recovery.environment import RankPlace
-from meshwright.train.trainer import Trainer
 
 Say = Callable[[str], None]
 
@@ -145,15 +143,9 @@ def measure_contention(ranks: int, seconds: float) -> dict[int, float]:
 
 def step_for(seconds: float) -> list[float]:
     """Runs on a rank that is alone in its group: seconds of each step until the time is over."""
-    job = program_job(_BESIDE)
-    with Mesh(job.layout) as mesh:
-        trainer, batches = Trainer(job, mesh), made_up_batches(job, 0, 1)
-        trainer.step(batches)
-        times, deadline = [], time.perf_counter() + seconds
-        while not times or time.perf_counter() < deadline:
-            began = time.perf_counter()
-            trainer.step(batches)
-            times.append(time.perf_counter() - began)
+    times, deadline = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < deadline:
+        times += step_times(program_job(_BESIDE), 12 if seconds else 1)
     return times
 
 

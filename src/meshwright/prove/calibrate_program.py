@@ -8,11 +8,13 @@ streaming, Python, gradients and the update, and shapes that differ in all of th
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshwright.comm.collectives import barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.timeline import Timeline
 from meshwright.data.batch import Batch
@@ -156,3 +158,17 @@ def _phases(shape: Shape, parts: list[dict[str, float]]) -> Phases:
     low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
     medians = {name: statistics.median(one[name] for one in parts) for name in parts[0]}
     return Phases(shape, **medians, spread=(high - low) / middle)
+
+
+def step_times(job: Job, steps: int) -> list[float]:
+    """Runs on every rank of a job's layout: seconds of each step on made-up tokens, after two that set things up."""
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        batches = made_up_batches(job, mesh.coordinate("dp"), mesh.degree("dp"))
+        times = []
+        for _ in range(2 + steps):
+            barrier(mesh.group("world"))
+            began = time.perf_counter()
+            trainer.step(batches)
+            times.append(time.perf_counter() - began)
+    return times[2:]
