@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/reference: `make docs`, or `python -m docs.generate`."""
+"""Writes the generated pages and pictures: `make docs`, or `python -m docs.generate`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
+from docs.schedule_page import schedule_pages
 from meshwright.cli.main import app
 from meshwright.job.job import Job
 
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).parent / "reference"
 
 def pages() -> dict[Path, str]:
     """Every generated page and what it must contain."""
-    return {FOLDER / "job-file.md": job_page(), FOLDER / "command-line.md": command_page()}
+    return {FOLDER / "job-file.md": job_page(), FOLDER / "command-line.md": command_page(), **schedule_pages()}
 
 
 def job_page() -> str:
