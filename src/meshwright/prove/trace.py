@@ -2,7 +2,7 @@
 
     fake process group      world size and this rank; a collective returns at once and moves nothing
     fake tensors            shapes, strides, storages; no memory, no values
-    stated values           what the program reads back from a tensor (``item``): see ``StatedValues``
+    stated values           for what the program reads back from a tensor: see ``prove.no_values``
     recorder                the same as in the measured ledger
 
 Nothing else is different: the same ``Trainer`` builds the same model on the same mesh and runs the same step, so the
@@ -14,41 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data.batch import Batch
 from meshwright.errors import InputError
 from meshwright.job.job import Job
-from meshwright.job.validate import micro_steps
+from meshwright.job.schedule_rules import micro_steps
 from meshwright.ledger.ledger import Ledger, RankLedger
+from meshwright.prove.no_values import NoValues
 from meshwright.train.measured import instruments_for
 from meshwright.train.trainer import Trainer
-
-
-class StatedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers every read of a tensor's value: ``1.0``, ``1`` and ``False``.
-
-    So all tokens of a batch count as one valid token, losses and gradients are finite, the norm is not above a
-    clipping limit of 1, and nobody wants to stop: the step that training takes nearly always.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one operation, unless it reads a value."""
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            if dtype is torch.bool:
-                return False
-            return 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
 
 
 def trace(job: Job, ranks: Sequence[int]) -> Ledger:
@@ -71,7 +51,7 @@ def trace(job: Job, ranks: Sequence[int]) -> Ledger:
 
 
 def _trace_rank(job: Job, rank: int) -> RankLedger:
-    with _alone_as(rank, job.layout.ranks), Mesh(job.layout) as mesh, FakeTensorMode(), StatedValues():
+    with _alone_as(rank, job.layout.ranks), Mesh(job.layout) as mesh, FakeTensorMode(), NoValues():
         trainer = Trainer(job, mesh, abstract=True)
         for _ in range(_first_steps(job)):
             trainer.step(_batches(job))
