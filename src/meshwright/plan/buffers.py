@@ -1,0 +1,177 @@
+"""Activations, temporary bytes and the peak of one rank in a steady step, by walking its schedule on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.job.job import Job
+from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
+from meshwright.plan.extents import Extents
+from meshwright.plan.place import Place, StagePlace
+from meshwright.plan.reductions import BucketFlight, GroupFlight, gather_staging, scatter_staging
+from meshwright.plan.stage_walk import StageWalk
+from meshwright.plan.state import Bucket, Division, Group, buckets, division, lane_bytes, packed, stage_groups, units
+from meshwright.plan.tape import Tape
+from meshwright.schedule.table import table
+
+ONE_ROUND = 512 * 1024
+"""Up to this many bytes sent, an all-reduce is one round."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes beside parameters, gradients and optimizer state."""
+
+    activations: int
+    """The most at one moment."""
+    temporary: int
+    """The most at one moment."""
+    at_peak: tuple[int, int]
+    """Activations and temporary bytes at the moment their sum is highest."""
+
+
+def held(job: Job, place: Place) -> Held:
+    """What a rank of a resolved job holds beside its state."""
+    step = _Step(job, place)
+    step.run()
+    tape = step.tape
+    return Held(int(tape.most_kept), int(tape.most_used), (int(tape.peak[0]), int(tape.peak[1])))
+
+
+class _Step:
+    """One training step of one rank."""
+
+    def __init__(self, job: Job, place: Place) -> None:
+        self.job, self.place, self.layout = job, place, job.layout
+        self.divided = division(job, place)
+        self.tape = Tape(used=_batches(job, place) + lane_bytes(job, place))
+        self.splits = self.layout.pp > 1 and self.layout.schedule in SPLIT_BACKWARD_SCHEDULES
+        self.group_flight = (
+            GroupFlight(self.divided, place.parameter_bytes, place.wide_bytes) if self.divided.grouped else None
+        )
+        self.stages = {stage.number: self._stage(stage) for stage in place.stages}
+        self._flights: list[BucketFlight] = []
+
+    def _stage(self, stage: StagePlace) -> StageWalk:
+        place, job = self.place, self.job
+        here = {each.number for each in place.stages}
+        x = Extents(
+            place.spec, place.rows, place.sequence, place.tp, place.parameter_bytes, masked=job.data.document_mask
+        )
+        block, rest = self._groups(stage)
+        return StageWalk(
+            x, stage, self.tape,
+            follows=stage.number - 1 in here, leads=stage.number + 1 in here, alone=self.layout.pp == 1,
+            block=block, rest=rest, flight=self.group_flight, frees=self.layout.zero == 3 and not self.splits
+            and self.divided.grouped,
+        )  # fmt: skip
+
+    def _groups(self, stage: StagePlace) -> tuple[Group | None, Group | None]:
+        if self.group_flight is None:
+            return None, None
+        found = stage_groups(stage, self.divided)
+        block = found[0] if stage.layers else None
+        rest = found[-1] if stage.rest else None
+        return block, rest
+
+    def run(self) -> None:
+        """From the first forward pass to the optimizer."""
+        if self.layout.pp == 1:
+            self._alone()
+        else:
+            self._pipeline()
+        self._finish()
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def _alone(self) -> None:
+        walk = self.stages[0]
+        for index in range(self.place.micro_batches):
+            walk.forward(again=index > 0)
+            self._backward(walk, last=index == self.place.micro_batches - 1)
+
+    def _backward(self, walk: StageWalk, *, last: bool) -> None:
+        flight = None
+        if self.group_flight is None and self.divided.degree > 1 and (last or self.divided.every_step):
+            flight = self._flight(walk.stage)
+        walk.backward(flight)
+        if flight is not None:
+            flight.settle(self.tape)
+
+    def _flight(self, stage: StagePlace) -> BucketFlight:
+        mine = _stage_buckets(self.job, self.place, self.divided, stage)
+        return BucketFlight(mine, self.place.parameter_bytes, self.place.wide_bytes)
+
+    def _pipeline(self) -> None:
+        layout, place, tape = self.layout, self.place, self.tape
+        order = table(layout.schedule, layout.pp, layout.virtual_stages, place.micro_batches)
+        left = dict.fromkeys(self.stages, place.micro_batches)
+        for kind, number, _ in order.rows[place.coordinates.pp]:
+            walk = self.stages[number]
+            split = not self._whole(walk.stage)
+            if kind == "F":
+                walk.forward(again=False)
+            elif kind == "B" or (kind == "I" and not split) or (kind == "W" and split and number == 0):
+                left[number] -= 1
+                self._backward(walk, last=left[number] == 0)
+            elif kind == "I" and number > 0:
+                walk.input_backward()
+            elif kind == "W" and split:
+                walk.weight_backward()
+        del tape
+
+    def _whole(self, stage: StagePlace) -> bool:
+        """Whether backward runs in one piece: a stage that recomputes parameters would do so for each part."""
+        return not self.splits or stage.recompute == "full" or (
+            stage.recompute == "selective" and self.place.spec.qk_norm
+        )
+
+    # -- after backward -------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        tape, divided = self.tape, self.divided
+        if self.group_flight is not None:
+            self.group_flight.settle(tape)
+            if divided.copies > 1:
+                tape.touch(sum(self._across_copies()))
+        self._sum_replicated()
+        if self.layout.dp > 1 and divided.shards > 1 and not divided.grouped:
+            flat = buckets(self.job, self.place, divided)
+            tape.touch(max(gather_staging(bucket.size * self.place.parameter_bytes) for bucket in flat))
+        if self.job.train.deterministic:
+            most = max((piece.count for unit in units(self.job, self.place) for piece in unit.ranges()), default=0)
+            tape.touch(3 * 8 * most)
+
+    def _across_copies(self) -> Iterator[int]:
+        divided, wide = self.divided, self.place.wide_bytes
+        for unit in units(self.job, self.place):
+            if isinstance(unit, Group):
+                yield unit.times * scatter_staging(unit.piece * divided.copies * wide, divided.copies)
+
+    def _sum_replicated(self) -> None:
+        """Gradients of parameters that stand whole on every tensor parallel rank, added up at once."""
+        tp, wide = self.layout.tp, self.place.wide_bytes
+        if tp == 1:
+            return
+        flat = wide * sum(
+            unit.times * sum(piece.count for piece in unit.ranges() if piece.tensor.tp_replicated)
+            for unit in units(self.job, self.place)
+        )
+        if (tp - 1) * flat <= ONE_ROUND:
+            self.tape.touch(flat, tp * flat, tp * flat)
+        else:
+            self.tape.touch(flat, flat // tp * (tp - 1))
+
+
+def _batches(job: Job, place: Place) -> int:
+    """The step's micro-batches: tokens, labels, positions (documents, if masked) and example numbers, 64 bits each."""
+    fields = 4 if job.data.document_mask else 3
+    return place.micro_batches * 8 * (fields * place.tokens + place.rows)
+
+
+def _stage_buckets(job: Job, place: Place, divided: Division, stage: StagePlace) -> list[Bucket]:
+    """The buckets of one stage in the order in which they start."""
+    limit = job.memory.bucket_bytes // place.wide_bytes
+    apart = place.spec.tied and job.layout.stage_count > 1
+    return [Bucket(tensors, divided, 1) for tensors in packed(stage.tensors, limit, apart)]

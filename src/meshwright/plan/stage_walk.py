@@ -1,0 +1,250 @@
+"""The forward and backward pass of one micro-batch in one stage, with the parameters' comings and goings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.extents import Extents
+from meshwright.plan.layer_walk import LayerWalk
+from meshwright.plan.place import StagePlace
+from meshwright.plan.reductions import BucketFlight, GroupFlight
+from meshwright.plan.state import Group
+from meshwright.plan.tape import Tape
+
+
+@dataclass
+class StageWalk:
+    """One stage of a rank; ``tape`` is the whole step's."""
+
+    x: Extents
+    stage: StagePlace
+    tape: Tape
+    follows: bool
+    """The stage before stands on the same rank, so its output is this one's input."""
+    leads: bool
+    """The stage after does."""
+    alone: bool
+    """There is no pipeline: backward follows forward at once, and the graph lives on until the next one is there."""
+    block: Group | None = None
+    """ZeRO-2 and 3: the group of a layer."""
+    rest: Group | None = None
+    """And of what stands outside the layers."""
+    flight: GroupFlight | None = None
+    frees: bool = False
+    """Parameters are freed after each use (ZeRO-3)."""
+    _rest_there: bool = False
+    _blocks_there: bool = False
+    _fresh: bool = True
+
+    def _walk(self) -> LayerWalk:
+        return LayerWalk(self.x, self.tape, gathered=self.flight is not None)
+
+    def _window(self, layer: int) -> int | None:
+        spec = self.x.spec
+        return spec.sliding_window if layer >= spec.window_from_layer else None
+
+    @property
+    def _masks(self) -> int:
+        """Bytes of the masks that the layers share."""
+        windows = {self._window(layer) for layer in self.stage.layers}
+        return self.x.mask * sum(self.x.has_mask(window) for window in windows)
+
+    @property
+    def _mask_stays(self) -> bool:
+        """Attention that is written out adds its mask and saves nothing of it; what recomputes holds on to it."""
+        return self.x.spec.attention_dropout == 0 or self.stage.recompute != "none"
+
+    @property
+    def _tables(self) -> int:
+        return self.x.tables
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def forward(self, *, again: bool) -> None:
+        """``again``: another micro-batch's graph is still there (without a pipeline)."""
+        tape, walk, layers = self.tape, self._walk(), len(self.stage.layers)
+        if not self.stage.first and not self.follows:
+            tape.use(self.x.own)
+        self._gather_rest()
+        gathers = self.block is not None and not self._blocks_there
+        if gathers and layers:
+            self._start_block()
+        if self.stage.first:
+            walk.embedding()
+        masks = self._prepare()
+        for index in range(layers):
+            if gathers:
+                self._arrive_block()
+                if index + 1 < layers:
+                    self._start_block()
+            walk.layer(self.stage.recompute)
+            if self.frees and not (self.alone and index + 1 == layers):
+                self._free_block()
+        self._blocks_there = not self.frees
+        if self.stage.last:
+            walk.head()
+        if not self._mask_stays:
+            tape.drop(masks)
+        if again:
+            tape.free(self._tables)
+
+    def _prepare(self) -> int:
+        """Rotation tables and masks, which the layers share; bytes of the masks."""
+        tape, x, masks = self.tape, self.x, self._masks
+        tape.touch(x.tables // 2)
+        tape.keep(x.tables)
+        if masks:
+            seen = (x.rows if x.masked else 1) * x.sequence * x.sequence
+            tape.touch(2 * seen)
+            (tape.keep if self._mask_stays else tape.use)(masks)
+            tape.touch(2 * seen)
+        return masks
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    def backward(self, buckets: BucketFlight | None = None) -> None:
+        """The whole backward pass; ``buckets``: start their reductions as they fill."""
+        tape, x, walk, stage = self.tape, self.x, self._walk(), self.stage
+        walk.buckets = buckets
+        tied = stage.first and stage.last and x.spec.tied
+        layers = len(stage.layers)
+        self._gather_rest()
+        if self.frees and not self.alone and layers:
+            self._start_block()
+        if stage.last:
+            walk.head_backward(tied=tied)
+        else:
+            tape.use(x.own)
+            walk.borrowed = True
+        for index in reversed(range(layers)):
+            if self.frees and not (self.alone and index + 1 == layers):
+                self._arrive_block()
+            if self.frees and index:
+                self._start_block()
+            rest, walk.pending = walk.pending, 0
+            window = self._window(stage.layers[index])
+            walk.layer_backward(stage.recompute, x.mask if x.has_mask(window) else 0)
+            self._reduce_block(walk)
+            walk.pending += rest
+        if stage.first:
+            walk.embedding_backward(tied=tied)
+        self._reduce_rest(walk)
+        self._fresh = False
+        self._end_backward(walk)
+
+    def _end_backward(self, walk: LayerWalk) -> None:
+        """What the whole micro-batch held: masks, tables, input and output of the stage."""
+        tape, x, stage = self.tape, self.x, self.stage
+        if self._mask_stays:
+            tape.free(self._masks)
+        if not self.alone:
+            tape.free(self._tables)
+        if not stage.last:
+            tape.free(x.own)
+            tape.drop(0 if walk.borrowed else x.own)
+        if not stage.first:
+            # The first norm freed the input as if it had been made here.
+            tape.kept += x.own
+            tape.drop(x.own, 0 if self.follows else x.own)
+
+    # -- parameters that come and go ------------------------------------------------------------------
+
+    def _gather_rest(self) -> None:
+        if self.flight and self.rest and not self._rest_there:
+            self.flight.start(self.rest, self.tape)
+            self.flight.arrive(self.rest, self.tape)
+            self._rest_there = True
+
+    def _start_block(self) -> None:
+        if self.flight and self.block:
+            self.flight.start(self.block, self.tape)
+
+    def _arrive_block(self) -> None:
+        if self.flight and self.block:
+            self.flight.arrive(self.block, self.tape)
+
+    def _free_block(self) -> None:
+        if self.flight and self.block:
+            self.tape.drop(self.flight.gathered(self.block))
+
+    def _reduce_block(self, walk: LayerWalk) -> None:
+        if self.flight and self.block:
+            if self.frees:
+                self._free_block()
+            self.flight.reduce(self.block, walk.pending, self.tape, fresh=self._fresh)
+            walk.pending = 0
+
+    def _reduce_rest(self, walk: LayerWalk) -> None:
+        if self.flight and self.rest:
+            if self.frees:
+                self.tape.drop(self.flight.gathered(self.rest))
+                self._rest_there = False
+            self.flight.reduce(self.rest, walk.pending, self.tape, fresh=self._fresh)
+            walk.pending = 0
+
+    # -- backward in two parts ------------------------------------------------------------------------
+
+    def input_backward(self) -> None:
+        """Gradients of activations alone: everything saved stays for the weight part, and what that starts from."""
+        tape, x, stage = self.tape, self.x, self.stage
+        walk = LayerWalk(x, tape, part="input")
+        if stage.last:
+            walk.head_backward(tied=False)
+            tape.free(10 * x.tokens, 3 * x.row)
+            tape.use(x.own)
+        else:
+            tape.use(x.own)
+        for layer in reversed(stage.layers):
+            window = self._window(layer)
+            walk.layer_backward(stage.recompute, x.mask if x.has_mask(window) else 0)
+            tape.use(self._kept_for_weights)
+        if not stage.last and self.stage.layers:
+            tape.drop(0)
+        if not stage.first:
+            tape.drop(x.own)
+
+    @property
+    def _kept_for_weights(self) -> int:
+        """Of a layer: the gradients of the results of its norms and products."""
+        x = self.x
+        return 4 * x.own + x.qkv + x.up
+
+    def weight_backward(self, units: Sequence[Group] = ()) -> None:
+        """Gradients of weights: all of the stage's are there together at the end."""
+        tape, x, stage = self.tape, self.x, self.stage
+        element = x.element
+        if stage.last:
+            tape.use(sum(tensor.count for tensor in stage.rest) * element)
+            tape.free(x.logits, 2 * x.own, x.own_row)
+            tape.drop(x.own)
+        layer_weights = sum(tensor.count for tensor in stage.block) * element if stage.layers else 0
+        saved = self._saved_by_layer()
+        for _ in stage.layers:
+            if x.tp > 1:
+                tape.use(x.whole)
+            tape.use(layer_weights)
+            if x.tp > 1:
+                tape.drop(x.whole)
+            tape.free(saved)
+            tape.drop(self._kept_for_weights)
+        if stage.last:
+            tape.drop(sum(tensor.count for tensor in stage.rest) * element)
+        tape.drop(layer_weights * len(stage.layers))
+        if self._mask_stays:
+            tape.free(self._masks)
+        tape.free(self._tables)
+        if not stage.last:
+            # The last layer's output is the stage's; its input is no activation of this stage.
+            tape.free(0)
+        if not stage.first:
+            tape.kept += x.own
+            tape.drop(0 if self.follows else x.own)
+            if not stage.last:
+                tape.free(x.own)
+
+    def _saved_by_layer(self) -> int:
+        probe = Tape()
+        walk = LayerWalk(self.x, probe)
+        walk.layer(self.stage.recompute)
+        return probe.kept
