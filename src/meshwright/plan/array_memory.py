@@ -22,7 +22,7 @@ from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
 from meshwright.plan.stages import Held, held
-from meshwright.schedule.in_flight_closed import in_flight_closed
+from meshwright.schedule.in_flight_closed import in_flight_closed, stage_in_flight_closed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
 
@@ -76,7 +76,10 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     saved = flight * (
         rank.layers / layouts.virtual * kept + rank.embedding * rules.dropout * tokens * shape.hidden * local
     )
-    logits = rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
+    losses = stage_in_flight_closed(
+        layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank, layouts.virtual - 1
+    )
+    logits = losses * rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
     head_gradient = rules.head_gradient_bytes * ends
     if rules.head_gradient_beside_logits:
         at_head, made = logits + 2 * own, head_gradient + own
@@ -128,7 +131,8 @@ def _buffers(shape: Shape, layouts: Layouts, rules: Rules, per_layer: Floats, co
     """
     gathered = rules.gather_bytes * np.where(layouts.zero >= 3, rules.layers_gathered * per_layer + outside, count)
     under_way = np.where(layouts.micro_batches > 1, np.maximum(outside, per_layer), per_layer)
-    sums = rules.gradients_under_way * rules.wire_bytes * under_way
+    copies = 1 + (rules.gradients_under_way - 1) * (layouts.shard - 1) / layouts.shard
+    sums = copies * rules.wire_bytes * under_way
     flat = np.where((layouts.zero == 2) & rules.full_working_copy, 0.0, gathered) + sums
     return np.where((layouts.shard > 1) & (layouts.zero >= 2), flat, 0.0) + 0.0 * shape.hidden
 
