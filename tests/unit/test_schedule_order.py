@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule_rules import build
@@ -14,8 +15,10 @@ from test_schedule_rules import build
 from meshwright.errors import InputError
 from meshwright.job.layout import LOOPED_SCHEDULES, V_SCHEDULES, Layout
 from meshwright.job.schedule_rules import micro_batch_rule
+from meshwright.parallel.pipeline import SCHEDULE_CLASSES
+from meshwright.schedule.needs import boundaries, leaves_after
 from meshwright.schedule.orders import SCHEDULES
-from meshwright.schedule.table import Action, Table, table
+from meshwright.schedule.table import Action, Table, stages_of, table
 from meshwright.schedule.validate import validate
 
 Rows = list[list[Action]]
@@ -73,6 +76,68 @@ def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
 def test_any_table_is_what_torch_runs(one: tuple[str, int, int, int]) -> None:
     assert table(*one).rows == torch_order(*one)
     assert validate(table(*one)) == []
+
+
+class RecordingStage(torch.nn.Module):
+    """Stands in for a stage in torch's runtime: writes down what it is told to do and does nothing."""
+
+    def __init__(self, index: int, rank: int, pp: int, count: int, log: list[Action | str]) -> None:
+        super().__init__()
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, count, rank, pp
+        self.is_first, self.is_last, self.submod, self.log = index == 0, index == count - 1, torch.nn.Identity(), log
+
+    def forward_one_chunk(self, index: int, *_: object, **__: object) -> None:
+        self.log.append(Action("F", self.stage_index, index))
+
+    def backward_one_chunk(self, index: int, *, full_backward: bool, **_: object) -> None:
+        self.log.append(Action("B" if full_backward else "I", self.stage_index, index))
+
+    def backward_weight_one_chunk(self, index: int, **_: object) -> None:
+        self.log.append(Action("W", self.stage_index, index))
+
+    def get_fwd_send_ops(self, index: int) -> list[object]:
+        self.log.append(f"sends F{index} of stage {self.stage_index}")
+        return []
+
+    def get_bwd_send_ops(self, index: int) -> list[object]:
+        self.log.append(f"sends B{index} of stage {self.stage_index}")
+        return []
+
+    def _nothing(self, *_: object) -> list[object]:
+        return []
+
+    get_fwd_recv_ops = get_bwd_recv_ops = get_local_bwd_output = _nothing
+    set_local_fwd_input = set_local_bwd_input = perform_reduce_grad = _nothing
+
+
+def recorded(schedule: str, pp: int, virtual: int, micro_batches: int, rank: int) -> list[Action | str]:
+    """What torch's runtime has the stages of one rank do, and send, in a step."""
+    log: list[Action | str] = []
+    indices = stages_of(schedule, pp, virtual, rank)
+    stages: list[Any] = [RecordingStage(index, rank, pp, pp * virtual, log) for index in indices]
+    runtime = SCHEDULE_CLASSES[schedule](stages, micro_batches, lambda output, target: output, scale_grads=False)
+    runtime.rank = rank
+    runtime._stages_forward_initialized = runtime._stages_backward_initialized = True
+    runtime._step_microbatches([()] * micro_batches, None, [None] * micro_batches, [], return_outputs=False)
+    return log
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tables_are_what_the_runtime_does(schedule: str) -> None:
+    """The runtime itself, run on stages that only record: what is computed, and when each result is sent."""
+    for one in [one for one in SMALL if one[0] == schedule and one[1] in (2, 4)][::5]:
+        made = table(*one)
+        crossed, leaves = boundaries(made), leaves_after(made)
+        for rank, row in enumerate(made.rows):
+            expected: list[Action | str] = []
+            first = int(made.starts[rank])
+            for place, action in enumerate(row, start=first):
+                expected.append(action)
+                for sender in (place - 1, place):
+                    if sender >= first and crossed[sender] >= 0 and leaves[sender] == place:
+                        kind, stage, index = row[sender - first]
+                        expected.append(f"sends {'F' if kind == 'F' else 'B'}{index} of stage {stage}")
+            assert recorded(*one, rank) == expected, (one, rank)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (3, 8), (4, 8), (5, 10), (6, 17)])
