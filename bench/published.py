@@ -76,7 +76,18 @@ def _entry(row: Row, seconds: float, size: float) -> dict[str, Any]:
         "measured_out_of_memory": row.out_of_memory,
         "predicted_fits": bool(fits) if usable else None,
         "filled_in": row.basis,
+        "warning": _too_fast(row) if usable and row.step_time else None,
     }
+
+
+def _too_fast(row: Row) -> str | None:
+    """A measured time that no device of this kind can reach: an error of the row."""
+    assert row.shape is not None and row.step_time is not None
+    peak = device_entry(row.device)["peak_flops"][row.dtype]
+    utilisation = float(row.shape.model_flops()) / (row.step_time * row.devices * peak)
+    if utilisation <= 1:
+        return None
+    return f"the measured step would be {utilisation:.0%} of the dense peak of {row.devices} {row.device}"
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -143,6 +154,9 @@ def _percent(value: float | None, *, signed: bool = False) -> str:
     return "-" if value is None else f"{value:+.1%}" if signed else f"{value:.1%}"
 
 
+_FITS = {True: "", False: " (does not fit)"}
+
+
 def _line(name: str, one: dict[str, Any]) -> str:
     return (
         f"{name:22s} {one['usable']:5d}/{one['rows']:<5d} {_percent(one['median_abs_error']):>7s} "
@@ -157,6 +171,7 @@ def _show(result: dict[str, Any]) -> None:
             print(f"{entry['id']:22s} not usable: {entry['reason']}")
             continue
         mark = " calibration" if entry["calibration"] else ""
+        mark += f" WRONG INPUT: {entry['warning']}" if entry["warning"] else ""
         measured = entry["measured_step_time_s"]
         shown = "out of memory" if entry["measured_out_of_memory"] else f"{measured:.4g} s" if measured else "-"
         size = entry["measured_memory_bytes"]
@@ -164,7 +179,7 @@ def _show(result: dict[str, Any]) -> None:
         print(
             f"{entry['id']:22s} measured {shown:>13s} predicted {entry['predicted_step_time_s']:10.4g} s "
             f"{_percent(entry['error'], signed=True):>7s}  memory {memory:>8s} predicted "
-            f"{entry['predicted_memory_bytes'] / 1e9:6.1f} GB{'' if entry['predicted_fits'] else ' (does not fit)'}{mark}"
+            f"{entry['predicted_memory_bytes'] / 1e9:6.1f} GB{_FITS[entry['predicted_fits']]}{mark}"
         )
     print(f"\n{'rows not fitted on':22s} {'usable/all':>11s} {'median':>7s} {'p90':>7s} {'bias':>7s} {'memory':>7s} "
           f"{'fits!':>5s} {'oom!':>5s}")  # fmt: skip

@@ -32,10 +32,6 @@ CONSTANTS_FILE = Path(__file__).with_name("published_constants.json")
 
 DEVICE_NAMES = ("gemm", "area_half", "depth_half", "attention_forward", "attention_backward", "length_half", "memory",
                 "launch", "dispatch", "link", "latency")  # fmt: skip
-PROGRAM_NAMES = ("elementwise", "kernels", "optimizer_bytes", "step_seconds", "micro_batch_seconds", "layer_seconds", "logit_passes",
-                 "overlap_gathers", "overlap_gradients", "overlap_pipeline", "wait_per_doubling")  # fmt: skip
-NETWORK_NAMES = ("efficiency", "latency")
-
 Constants = dict[str, float]
 """Flat: ``device.NAME.gemm``, ``program.NAME.kernels``, ``network.KIND.latency``."""
 

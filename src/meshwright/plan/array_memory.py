@@ -109,11 +109,9 @@ def layer_passing(shape: Shape, layouts: Layouts, element: float) -> Floats:
 def _state(count: Floats, layouts: Layouts, rules: Rules) -> dict[str, Floats]:
     """Parameters (wide copies among them), gradients and moments."""
     zero, shard = layouts.zero, layouts.shard
-    working = np.where(
-        (zero >= 3) | ((zero == 2) & (not rules.full_working_copy)),
-        0.0 if rules.master_bytes else count / shard * rules.parameter_bytes,
-        count * rules.parameter_bytes,
-    )
+    sharded = rules.parameter_bytes if rules.full_working_copy or not rules.master_bytes else 0.0
+    whole = (zero < 2) | ((zero == 2) & rules.full_working_copy)
+    working = np.where(whole, count, count / shard * (sharded / rules.parameter_bytes)) * rules.parameter_bytes
     owned = count / np.where(zero >= 1, shard, 1)
     gradients = count / np.where(zero >= rules.sharded_gradients_from, shard, 1)
     return {
