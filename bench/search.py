@@ -30,11 +30,11 @@ Problem = tuple[str, str, int, int]
 LARGE: Problem = ("megatron-1t", "512x8 A100-SXM4-80GB", 3072, 2048)
 """Model, cluster, sequences of a step, tokens of a sequence."""
 SMALL: tuple[Problem, ...] = (
-    ("gpt3-13b", "1x8 A100-SXM4-40GB", 8, 2048),
     ("llama3-8b", "1x8 A100-SXM4-40GB", 16, 4096),
+    ("gpt3-175b", "16x8 A100-SXM4-80GB", 128, 2048),
     LARGE,
 )
-"""The last is too large to simulate whole: of its layouts that fit, every so many-th is taken."""
+"""The last two are too large to simulate whole: of their layouts that fit, every so many-th is taken."""
 
 
 @dataclass(frozen=True)
