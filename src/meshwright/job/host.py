@@ -45,4 +45,6 @@ class Host(_Part):
     step: _NonNegative = 0.0
     """Of each step."""
     unit: _NonNegative = 0.0
-    """Of each group of parameters that ZeRO-2 or 3 gathers or reduces, each time: hooks and copies."""
+    """Of each group of parameters that ZeRO-2 or 3 gathers or reduces, each time: hooks."""
+    sharded: _NonNegative = 0.0
+    """Of each parameter in it: copies."""

@@ -250,7 +250,8 @@ class _Step:
         # ZeRO-3 keeps the last block of a model without pipeline, and what is in no block, from forward to backward.
         twice = np.where(layouts.pp == 1, np.maximum(0.0, 2 * units - 3) / units, 2.0)
         gathers = np.where(layouts.zero == 0, 0.0, gather) * np.where(layouts.zero == 3, m * twice, 1.0)
-        hooks = np.where(grouped, self.host.unit * units * m * np.where(layouts.zero == 3, 3.0, 2.0), 0.0)
+        each = units * self.host.unit + self.parameters * self.host.sharded
+        hooks = np.where(grouped, each * m * np.where(layouts.zero == 3, 3.0, 1.0 + 1.0 / m), 0.0)
         alone = size == 1
         return np.where(alone, 0.0, gradients), np.where(alone, 0.0, gathers), np.where(alone, 0.0, hooks)
 

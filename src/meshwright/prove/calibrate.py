@@ -29,7 +29,17 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.prove.calibrate_collectives import SIZES, CollectiveTime, groupings, measure_collectives
 from meshwright.prove.calibrate_fit import Findings, cluster_of_findings
 from meshwright.prove.calibrate_kernels import Kernels, measure_kernels
-from meshwright.prove.calibrate_program import SHAPES, Phases, Shape, measure_program, program_job, step_times
+from meshwright.prove.calibrate_program import (
+    SHAPES,
+    SHARDED,
+    Phases,
+    Shape,
+    Sharding,
+    measure_program,
+    measure_sharding,
+    program_job,
+    step_times,
+)
 from meshwright.prove.pool import RankPool
 from meshwright.recovery.environment import RankPlace
 
@@ -49,7 +59,7 @@ def calibrate(ranks: int, say: Say, *, effort: float = 1.0) -> ClusterSpec:
         say: told what is being measured.
         effort: scales how long it takes; 1 is under a minute.
     """
-    kernels, program = _alone(say, effort)
+    kernels, program, sharding = _on_this_machine(say, effort, ranks)
     say(f"computing beside others: 1 to {ranks} ranks on {_cores()} cores")
     contention = measure_contention(ranks, _BESIDE_SECONDS * effort)
     collectives: list[CollectiveTime] = []
@@ -64,7 +74,7 @@ def calibrate(ranks: int, say: Say, *, effort: float = 1.0) -> ClusterSpec:
             pool.close()
     return cluster_of_findings(
         Findings(
-            kernels, program, contention, collectives, nodes=1, devices_per_node=ranks, cores=_cores(),
+            kernels, program, sharding, contention, collectives, nodes=1, devices_per_node=ranks, cores=_cores(),
             memory_bytes=psutil.virtual_memory().total // ranks, device=processor_name(), cuda=False,
             note=_note(),
         )
@@ -80,11 +90,13 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     world = dist.group.WORLD
     assert world is not None
     device_type = "cuda" if cuda else "cpu"
-    kernels, program, contention = None, [], {1: 1.0}
+    kernels, contention = None, {1: 1.0}
+    program: list[Phases] = []
+    sharding: list[Sharding] = []
     if cuda:
         kernels = measure_kernels(_KERNEL_SECONDS * effort, cuda=True)
     elif place.local_rank == 0:
-        kernels, program = _alone(say, effort)
+        kernels, program, sharding = _on_this_machine(say, effort, place.local_world_size)
         say(f"computing beside others: 1 to {place.local_world_size} ranks on {_cores()} cores")
         contention = measure_contention(place.local_world_size, _BESIDE_SECONDS * effort)
     barrier(world)
@@ -97,7 +109,7 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     memory = psutil.virtual_memory().total // place.local_world_size
     return cluster_of_findings(
         Findings(
-            kernels, program, contention, collectives,
+            kernels, program, sharding, contention, collectives,
             nodes=max(1, place.world_size // place.local_world_size), devices_per_node=place.local_world_size,
             cores=_cores(), memory_bytes=torch.cuda.mem_get_info()[1] if cuda else memory,
             device=torch.cuda.get_device_name() if cuda else processor_name(), cuda=cuda, note=_note(),
@@ -105,17 +117,26 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     )  # fmt: skip
 
 
-def _alone(say: Say, effort: float) -> tuple[Kernels, list[Phases]]:
+def _on_this_machine(say: Say, effort: float, ranks: int) -> tuple[Kernels, list[Phases], list[Sharding]]:
+    """With one process, and what sharding adds with two."""
+    rounds = max(3, round(_PROGRAM_ROUNDS * effort))
     pool = RankPool(1)
     try:
         say("one rank alone: matrix products, attention, streaming")
         kernels: Kernels = pool.run(measure_kernels, _KERNEL_SECONDS * effort, timeout=300.0)[0]
         say(f"one rank alone: training steps of {len(SHAPES)} small models")
-        rounds = max(3, round(_PROGRAM_ROUNDS * effort))
         program: list[Phases] = pool.run(measure_program, SHAPES, rounds, timeout=600.0)[0]
     finally:
         pool.close()
-    return kernels, program
+    if ranks == 1:
+        return kernels, program, []
+    say("two ranks: what sharding parameters adds to a step")
+    pool = RankPool(2)
+    try:
+        sharding: list[Sharding] = pool.run(measure_sharding, SHARDED, max(2, rounds // 3), timeout=600.0)[0]
+    finally:
+        pool.close()
+    return kernels, program, sharding
 
 
 def measure_contention(ranks: int, seconds: float) -> dict[int, float]:

@@ -18,7 +18,7 @@ from meshwright.plan.rules import OURS
 from meshwright.plan.shape import Shape
 from meshwright.prove.calibrate_collectives import CollectiveTime
 from meshwright.prove.calibrate_kernels import Kernels
-from meshwright.prove.calibrate_program import Phases, program_job
+from meshwright.prove.calibrate_program import Phases, Sharding, program_job
 from meshwright.prove.stopwatch import Timing
 
 Floats = NDArray[np.float64]
@@ -118,6 +118,18 @@ def fit_host(measured: Sequence[Phases], machine: Machine, cores: int) -> tuple[
     return host, float(np.median([abs(_predicted(one, host) / one.phases.step - 1) for one in known]))
 
 
+def fit_sharding(measured: Sequence[Sharding]) -> tuple[float, float]:
+    """``Host.unit`` and ``Host.sharded`` from steps of ZeRO-3: two gathers and a reduction of each group."""
+    rows = []
+    for one in measured:
+        parameters = float(Shape.of(Work.of(program_job(one.shape))).parameters())
+        passes = 3.0 * one.shape.micro_batches
+        rows.append([passes * (one.shape.layers + 1), passes * parameters])
+    extra = np.maximum(np.array([one.extra for one in measured]), 1e-6)
+    unit, sharded = non_negative_least_squares(np.array(rows) / extra[:, None], np.ones(len(extra)))
+    return float(unit), float(sharded)
+
+
 def _known(phases: Phases, machine: Machine) -> _Known:
     job = program_job(phases.shape)
     shape, one = Shape.of(Work.of(job)), np.ones(1)
@@ -179,6 +191,8 @@ class Findings:
     kernels: Kernels
     program: Sequence[Phases]
     """Empty on CUDA."""
+    sharding: Sequence[Sharding]
+    """Empty on CUDA and on one rank."""
     contention: Mapping[int, float]
     collectives: Sequence[CollectiveTime]
     nodes: int
@@ -220,6 +234,9 @@ def cluster_of_findings(found: Findings) -> ClusterSpec:
     if found.program:
         machine = Machine.of(peak, bandwidth, device.efficiency, "float32", 4.0)
         host, error = fit_host(found.program, machine, found.cores)
+        if found.sharding:
+            unit, sharded = fit_sharding(found.sharding)
+            host = host.model_copy(update={"unit": unit, "sharded": sharded})
         notes.append(f"host: fitted on steps of {len(found.program)} small models, median error {error:.1%}")
     return ClusterSpec(
         name=f"{found.nodes}x{found.devices_per_node} {found.device}",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.comm.collectives import barrier
 from meshwright.comm.mesh import Mesh
@@ -76,6 +78,16 @@ class Phases:
     def step(self) -> float:
         """All of it."""
         return self.forward + self.backward + self.optimizer + self.other
+
+
+SHARDED: tuple[Shape, ...] = (
+    Shape(64, 8, 2, 128, 256, 32, 1, 1),
+    Shape(64, 8, 2, 128, 256, 32, 1, 3),
+    Shape(512, 2, 8, 1536, 512, 32, 1, 1),
+    Shape(512, 3, 8, 1024, 2048, 16, 1, 2),
+    Shape(256, 4, 4, 768, 512, 32, 1, 2),
+)
+"""Little to compute, so that what ZeRO-3 adds shows."""
 
 
 def program_job(shape: Shape, layout: dict[str, Any] | None = None) -> Job:
@@ -160,7 +172,7 @@ def _phases(shape: Shape, parts: list[dict[str, float]]) -> Phases:
     return Phases(shape, **medians, spread=(high - low) / middle)
 
 
-def step_times(job: Job, steps: int) -> list[float]:
+def step_times(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Runs on every rank of a job's layout: seconds of each step on made-up tokens, after two that set things up."""
     with Mesh(job.layout) as mesh:
         trainer = Trainer(job, mesh)
@@ -168,7 +180,32 @@ def step_times(job: Job, steps: int) -> list[float]:
         times = []
         for _ in range(2 + steps):
             barrier(mesh.group("world"))
-            began = time.perf_counter()
+            began = clock()
             trainer.step(batches)
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
     return times[2:]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What sharding adds to one step of a shape, seconds of this rank's core."""
+
+    shape: Shape
+    extra: float
+
+
+def measure_sharding(shapes: tuple[Shape, ...], rounds: int) -> list[Sharding]:
+    """ZeRO-3 against plain replicas; every rank of the group must call it.
+
+    What a rank's own thread computes is counted, so hooks and copies, not the transfers on the transport's threads.
+    """
+    result = []
+    for shape in shapes:
+        seconds: dict[int, list[float]] = {0: [], 3: []}
+        for _ in range(rounds):
+            for zero, samples in seconds.items():
+                job = program_job(shape, {"dp": dist.get_world_size(), "zero": zero})
+                samples += step_times(job, 3, core_clock)
+        extra = statistics.median(seconds[3]) - statistics.median(seconds[0])
+        result.append(Sharding(shape, max(0.0, extra)))
+    return result
