@@ -9,6 +9,7 @@ from meshwright.job.job import Job
 from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.extents import Extents
 from meshwright.plan.place import Place, StagePlace
+from meshwright.plan.receives import receives
 from meshwright.plan.reductions import BucketFlight, GroupFlight, gather_staging, scatter_staging
 from meshwright.plan.stage_walk import StageWalk
 from meshwright.plan.state import Bucket, Division, Group, buckets, division, lane_bytes, packed, stage_groups, units
@@ -45,7 +46,7 @@ class _Step:
     def __init__(self, job: Job, place: Place) -> None:
         self.job, self.place, self.layout = job, place, job.layout
         self.divided = division(job, place)
-        self.tape = Tape(used=_batches(job, place) + lane_bytes(job, place))
+        self.tape = Tape(used=_batches(job, place) + lane_bytes(job, place) + _numbers(job, place))
         self.splits = self.layout.pp > 1 and self.layout.schedule in SPLIT_BACKWARD_SCHEDULES
         self.group_flight = (
             GroupFlight(self.divided, place.parameter_bytes, place.wide_bytes) if self.divided.grouped else None
@@ -105,11 +106,14 @@ class _Step:
 
     def _pipeline(self) -> None:
         layout, place, tape = self.layout, self.place, self.tape
-        order = table(layout.schedule, layout.pp, layout.virtual_stages, place.micro_batches)
+        sizes = (layout.schedule, layout.pp, layout.virtual_stages, place.micro_batches)
+        pp, boundary = place.coordinates.pp, place.boundary_bytes
+        posted = receives(*sizes)[pp]
         left = dict.fromkeys(self.stages, place.micro_batches)
-        for kind, number, _ in order.rows[place.coordinates.pp]:
+        for done, (kind, number, _) in enumerate(table(*sizes).rows[pp]):
+            tape.use(boundary * len(posted[done]))
             walk = self.stages[number]
-            split = not self._whole(walk.stage)
+            split = self.splits and not self._whole(walk.stage)
             if kind == "F":
                 walk.forward(again=False)
             elif kind == "B" or (kind == "I" and not split) or (kind == "W" and split and number == 0):
@@ -118,14 +122,20 @@ class _Step:
             elif kind == "I" and number > 0:
                 walk.input_backward()
             elif kind == "W" and split:
-                walk.weight_backward()
-        del tape
+                left[number] -= 1
+                self._weights(walk, last=left[number] == 0)
+
+    def _weights(self, walk: StageWalk, *, last: bool) -> None:
+        flight = None
+        if self.group_flight is None and self.divided.degree > 1 and (last or self.divided.every_step):
+            flight = self._flight(walk.stage)
+        walk.weight_backward(flight)
+        if flight is not None:
+            flight.settle(self.tape)
 
     def _whole(self, stage: StagePlace) -> bool:
         """Whether backward runs in one piece: a stage that recomputes parameters would do so for each part."""
-        return not self.splits or stage.recompute == "full" or (
-            stage.recompute == "selective" and self.place.spec.qk_norm
-        )
+        return stage.recompute == "full" or (stage.recompute == "selective" and self.place.spec.qk_norm)
 
     # -- after backward -------------------------------------------------------------------------------
 
@@ -168,6 +178,13 @@ def _batches(job: Job, place: Place) -> int:
     """The step's micro-batches: tokens, labels, positions (documents, if masked) and example numbers, 64 bits each."""
     fields = 4 if job.data.document_mask else 3
     return place.micro_batches * 8 * (fields * place.tokens + place.rows)
+
+
+def _numbers(job: Job, place: Place) -> int:
+    """Single numbers made on the host: what the ranks agree on, and the optimizer's step counts."""
+    agreed = 3 if job.train.deterministic else 2
+    decays = {piece.tensor.decay for unit in units(job, place) for piece in unit.ranges()}
+    return 8 * agreed + (4 * len(decays) if job.optimizer.name == "adamw" else 0)
 
 
 def _stage_buckets(job: Job, place: Place, divided: Division, stage: StagePlace) -> list[Bucket]:

@@ -147,9 +147,31 @@ class LayerWalk(Walk):
         self._add_gradients()
 
     def _add_gradients(self) -> None:
-        self.tape.use(self.x.own)
-        self.tape.drop(self.x.own, 0 if self.borrowed else self.x.own)
+        tape, own = self.tape, self.x.own
+        tape.use(own)
+        tape.drop(own)
+        if self.x.spec.dropout > 0 and self.part == "input":
+            tape.drop(own)
+        elif not self.borrowed:
+            self.spend(own)
         self.borrowed = False
+
+    def layer_weights(self, *, first: bool) -> int:
+        """The weight part of a split backward pass, from the input on; ``first``: of the stage, whose input stays.
+
+        Returns:
+            Bytes of activations that go with the graph, at the end.
+        """
+        x, spec, before = self.x, self.x.spec, self.tape.kept
+        size, width = spec.hidden * x.element, x.heads * spec.head_size
+        columns, rows = (x.heads + 2 * x.kv_heads) * spec.head_size, x.inner * (2 if spec.gated else 1)
+        self.norm_weights(0 if first else x.own)
+        self.product_weights(columns * size, columns * x.element if spec.qkv_bias else 0, x.qkv, x.own)
+        self.product_weights(width * size, size if spec.output_bias else 0, x.own, 0)
+        self.norm_weights(x.own)
+        self.product_weights(rows * size, rows * x.element if spec.mlp_bias else 0, x.up, x.own)
+        self.product_weights(x.inner * size, size if spec.mlp_bias else 0, x.own, x.ffn)
+        return int(before - self.tape.kept)
 
     # -- embedding ------------------------------------------------------------------------------------
 
@@ -224,15 +246,20 @@ class LayerWalk(Walk):
         rows = min(x.tokens, max(1, LOSS_CHUNK // max(1, x.columns)))
         return rows * x.columns * x.wide if x.narrow else 0
 
+    @property
+    def loss_numbers(self) -> int:
+        """What the loss saves beside the logits: labels, two masks and three sums a token."""
+        return int(10 * self.x.tokens + 3 * self.x.row)
+
     def head_backward(self, *, tied: bool) -> None:
-        """``tied``: the weight's gradient waits for the embedding's. The loss itself stays."""
+        """``tied``: the weight's gradient waits for the embedding's. The loss stays, and a one to start from is used."""
         tape, x, spec = self.tape, self.x, self.x.spec
         tape.use(x.wide)
         tape.use(2 * x.row)
         tape.touch(self._loss_chunk())
         tape.touch(2 * x.row, 8 * x.tokens, 2 * x.row)
         tape.drop(2 * x.row)
-        self.free(10 * x.tokens, 3 * x.row)
+        self.free(self.loss_numbers)
         weight = x.columns * spec.hidden * x.element
         if tied:
             gathered, self.gathered = self.gathered, True
@@ -241,4 +268,3 @@ class LayerWalk(Walk):
         else:
             self.column_backward(weight, 0, 0, x.logits + x.own)
         self.norm_backward(x.own_tokens, spec.hidden, x.own, drop=x.own)
-        tape.drop(x.wide)

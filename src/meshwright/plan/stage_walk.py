@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.extents import Extents
@@ -64,8 +63,6 @@ class StageWalk:
     def forward(self, *, again: bool) -> None:
         """``again``: another micro-batch's graph is still there (without a pipeline)."""
         tape, walk, layers = self.tape, self._walk(), len(self.stage.layers)
-        if not self.stage.first and not self.follows:
-            tape.use(self.x.own)
         self._gather_rest()
         gathers = self.block is not None and not self._blocks_there
         if gathers and layers:
@@ -115,7 +112,6 @@ class StageWalk:
         if stage.last:
             walk.head_backward(tied=tied)
         else:
-            tape.use(x.own)
             walk.borrowed = True
         for index in reversed(range(layers)):
             if self.frees and not (self.alone and index + 1 == layers):
@@ -140,13 +136,21 @@ class StageWalk:
             tape.free(self._masks)
         if not self.alone:
             tape.free(self._tables)
-        if not stage.last:
+        if stage.last:
+            tape.drop(x.wide)
+        else:
             tape.free(x.own)
             tape.drop(0 if walk.borrowed else x.own)
         if not stage.first:
-            # The first norm freed the input as if it had been made here.
-            tape.kept += x.own
-            tape.drop(x.own, 0 if self.follows else x.own)
+            # The first norm freed the input as if it had been made here; its gradient is sent.
+            self._drop_input()
+            tape.drop(0 if self.follows else x.own)
+
+    def _drop_input(self) -> None:
+        """The input goes, which the first norm counted among this stage's activations."""
+        self.tape.kept += self.x.own
+        if not self.follows:
+            self.tape.drop(self.x.own)
 
     # -- parameters that come and go ------------------------------------------------------------------
 
@@ -191,60 +195,60 @@ class StageWalk:
         walk = LayerWalk(x, tape, part="input")
         if stage.last:
             walk.head_backward(tied=False)
-            tape.free(10 * x.tokens, 3 * x.row)
-            tape.use(x.own)
-        else:
-            tape.use(x.own)
+        before = tape.used
         for layer in reversed(stage.layers):
             window = self._window(layer)
             walk.layer_backward(stage.recompute, x.mask if x.has_mask(window) else 0)
-            tape.use(self._kept_for_weights)
-        if not stage.last and self.stage.layers:
-            tape.drop(0)
-        if not stage.first:
-            tape.drop(x.own)
+        del before
+        if stage.last:
+            tape.free(walk.loss_numbers)
+            tape.drop(x.wide)
+        else:
+            tape.free(x.own)
+        tape.drop(0 if self.follows else x.own)
 
-    @property
-    def _kept_for_weights(self) -> int:
-        """Of a layer: the gradients of the results of its norms and products."""
-        x = self.x
-        return 4 * x.own + x.qkv + x.up
-
-    def weight_backward(self, units: Sequence[Group] = ()) -> None:
-        """Gradients of weights: all of the stage's are there together at the end."""
+    def weight_backward(self, buckets: BucketFlight | None = None) -> None:
+        """Gradients of weights, from the input on: all of the stage's are there together at the end."""
         tape, x, stage = self.tape, self.x, self.stage
-        element = x.element
+        walk = LayerWalk(x, tape, gathered=True)
+        left = 0
+        for index in range(len(stage.layers)):
+            walk_kept = self._saved_by_layer - walk.layer_weights(first=index == 0)
+            left += walk_kept
         if stage.last:
-            tape.use(sum(tensor.count for tensor in stage.rest) * element)
-            tape.free(x.logits, 2 * x.own, x.own_row)
-            tape.drop(x.own)
-        layer_weights = sum(tensor.count for tensor in stage.block) * element if stage.layers else 0
-        saved = self._saved_by_layer()
-        for _ in stage.layers:
-            if x.tp > 1:
-                tape.use(x.whole)
-            tape.use(layer_weights)
-            if x.tp > 1:
-                tape.drop(x.whole)
-            tape.free(saved)
-            tape.drop(self._kept_for_weights)
-        if stage.last:
-            tape.drop(sum(tensor.count for tensor in stage.rest) * element)
-        tape.drop(layer_weights * len(stage.layers))
+            walk.norm_weights(x.own if stage.layers else 0)
+            walk.product_weights(x.columns * x.spec.hidden * x.element, 0, 0, x.own)
+            left += x.own_row * (1 if x.spec.norm == "rmsnorm" else 0) + x.logits
+            left += 2 * x.own_tokens * x.element if x.spec.norm == "layernorm" else 0
+        tape.free(left)
+        if stage.layers:
+            # The last layer's output was the stage's and is gone, or fed the final norm; the input is not of here.
+            tape.kept += x.own
         if self._mask_stays:
             tape.free(self._masks)
         tape.free(self._tables)
-        if not stage.last:
-            # The last layer's output is the stage's; its input is no activation of this stage.
-            tape.free(0)
-        if not stage.first:
-            tape.kept += x.own
-            tape.drop(0 if self.follows else x.own)
-            if not stage.last:
-                tape.free(x.own)
+        if not self.follows:
+            tape.drop(x.own)
+        self._collect(walk, buckets)
 
+    def _collect(self, walk: LayerWalk, buckets: BucketFlight | None) -> None:
+        """Take in the weight gradients of the stage."""
+        tape, stage, element = self.tape, self.stage, self.x.element
+        if self.flight is None:
+            for tensor in reversed(stage.tensors):
+                if buckets is not None:
+                    buckets.came(tensor.count * element, tape)
+                tape.drop(tensor.count * element)
+            return
+        for group, times in ((self.rest, 1), (self.block, len(stage.layers))):
+            for _ in range(times if group else 0):
+                assert group is not None
+                pending = sum(tensor.count for tensor in group.tensors) * element
+                self.flight.reduce(group, pending, tape, fresh=self._fresh)
+        self._fresh = False
+
+    @property
     def _saved_by_layer(self) -> int:
         probe = Tape()
-        walk = LayerWalk(self.x, probe)
-        walk.layer(self.stage.recompute)
+        LayerWalk(self.x, probe).layer(self.stage.recompute)
         return probe.kept

@@ -69,6 +69,11 @@ class Walk:
                 self.buckets.came(size, self.tape)
             self.tape.drop(size)
 
+    def spend(self, *sizes: int) -> None:
+        """A gradient that a product's or norm's weights start from has been used; a split pass keeps it for them."""
+        if self.part == "whole":
+            self.tape.drop(*sizes)
+
     def free(self, *sizes: int) -> None:
         """Give back what forward saved."""
         if self.part == "whole":
@@ -113,18 +118,22 @@ class Walk:
         x, tape = self.x, self.tape
         if x.tp == 1:
             self._linear_backward(x.own, weight, bias)
-            tape.drop(out)
+            self.spend(out)
             self.free(free)
             self.taken(weight, bias)
             return
-        self.gather(x.whole)
+        gathered = 0
+        if self.part == "whole":
+            self.gather(x.whole)
+            gathered = x.whole
         tape.use(x.whole, x.own)
         staging = self.sum_over_ranks(x.whole, x.own)
         small = x.whole <= SMALL_EXCHANGE
         if small:
             tape.drop(x.whole)
         self.gradient(bias, weight)
-        tape.drop(staging, x.whole, out)
+        tape.drop(staging, gathered)
+        self.spend(out)
         if not small:
             tape.drop(x.whole)
         self.free(free)
@@ -140,7 +149,7 @@ class Walk:
             tape.use(inputs)
             self.gradient(weight, bias)
             tape.drop(x.whole)
-        tape.drop(drop)
+        self.spend(drop)
         self.free(free)
         self.taken(weight, bias)
 
@@ -179,16 +188,17 @@ class Walk:
         if x.spec.norm == "layernorm" and size == x.spec.hidden:
             tape.use(result)
             self.gradient(2 * weight)
-            tape.drop(drop)
+            self.spend(drop)
             self.free(free, 2 * rows * x.element)
             self.taken(2 * weight)
             return
         column, wide = rows * x.wide, rows * size * x.wide
         if x.narrow:
             tape.use(wide, wide, size * x.wide, wide)
-            tape.use(size * x.wide)
-            self.gradient(weight)
-            tape.drop(size * x.wide)
+            if self.part == "whole":
+                tape.use(size * x.wide)
+                self.gradient(weight)
+                tape.drop(size * x.wide)
         else:
             tape.use(wide)
             self.gradient(weight)
@@ -197,7 +207,8 @@ class Walk:
         if x.narrow:
             tape.use(result)
             tape.drop(3 * wide, size * x.wide)
-        tape.drop(column, drop)
+        tape.drop(column)
+        self.spend(drop)
         self.free(free, column)
         self.taken(weight)
 
@@ -373,3 +384,36 @@ class Walk:
             self.free(x.qkv)
         tape.use(x.qkv)
         tape.drop(x.q, x.kv, x.qkv)
+
+    # -- the weight part of a split backward pass ------------------------------------------------------
+
+    def norm_weights(self, free: int) -> None:
+        """Of a norm of the residual stream."""
+        x, tape, size = self.x, self.tape, self.x.spec.hidden
+        weight, wide = size * x.element, x.own_tokens * size * x.wide
+        layernorm = x.spec.norm == "layernorm"
+        if layernorm:
+            self.gradient(2 * weight)
+        elif x.narrow:
+            tape.use(wide, wide, size * x.wide, wide, size * x.wide)
+            self.gradient(weight)
+            tape.drop(3 * wide, 2 * size * x.wide)
+        else:
+            tape.use(wide)
+            self.gradient(weight)
+            tape.drop(wide)
+        tape.drop(x.own)
+        tape.free(free)
+        self.taken((2 if layernorm else 1) * weight)
+
+    def product_weights(self, weight: int, bias: int, gradient: int, free: int) -> None:
+        """Of a product, from the ``gradient`` bytes that the input part has left; tensor parallel ranks gather."""
+        x, tape = self.x, self.tape
+        if x.tp > 1:
+            self.gather(x.whole)
+        self.gradient(weight, bias)
+        if x.tp > 1:
+            tape.drop(x.whole)
+        tape.free(free)
+        tape.drop(gradient)
+        self.taken(weight, bias)
