@@ -242,12 +242,13 @@ def drawn(schedule: str, seed: int, cases: int, spread: float, longest: float) -
     return found
 
 
+@pytest.mark.parametrize("cases", [60, pytest.param(1200, marks=pytest.mark.all)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_estimates_are_near_the_simulation(schedule: str) -> None:
+def test_estimates_are_near_the_simulation(schedule: str, cases: int) -> None:
     """The bounds that ``estimate`` states."""
-    errors = np.array([guess / true - 1 for guess, true in drawn(schedule, 11, 60, spread=0.3, longest=0.2)])
+    errors = np.array([guess / true - 1 for guess, true in drawn(schedule, 11, cases, spread=0.3, longest=0.2)])
     assert np.sqrt((errors**2).mean()) < 0.025
-    assert np.abs(errors).max() < 0.10
+    assert np.abs(errors).max() < 0.12
 
 
 def test_estimates_of_like_stages_without_messages_are_exact() -> None:

@@ -51,7 +51,7 @@ def estimate(
 
     Against ``simulate``: exact for GPipe, and without messages and for like stages for 1F1B, interleaved, looped-bfs
     and DualPipeV. Over random cases (up to 10 ranks, 4 stages each, 1 to 6 micro-batches a rank, first and last stage
-    within 30 % of the others, messages up to a fifth of a stage's forward) off by at most 10 %, 2.5 % in the root mean
+    within 30 % of the others, messages up to a fifth of a stage's forward) off by at most 12 %, 2.5 % in the root mean
     square; the worst are zero bubble with fewer micro-batches than two rounds.
 
     Args:
@@ -60,7 +60,7 @@ def estimate(
         virtual: stages a rank.
         micro_batches: of a step.
         forward: seconds of a micro-batch's forward in the first stage, each middle stage, the last: ``[layouts, 3]``.
-            With one stage in all, the first counts.
+            With one stage in all, the first counts; with two, give the middle what a middle stage would take.
         input_backward: the same for the input part of the backward.
         weight_backward: the same for the weight part; a whole backward takes both.
         transfer: seconds of a message between ranks; messages travel beside computation.
