@@ -57,6 +57,16 @@ def with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
     return cluster.model_copy(update={"nodes": devices // node})
 
 
+def one_rank_a_core(cluster: ClusterSpec) -> ClusterSpec:
+    """The same cluster with no more ranks a node than cores, where ranks share processor cores.
+
+    More of them only take turns; a calibration knows what that costs, but nobody wants it unasked.
+    """
+    if cluster.host is None or cluster.host.cores >= cluster.devices_per_node:
+        return cluster
+    return cluster.model_copy(update={"devices_per_node": cluster.host.cores})
+
+
 def usable_memory(cluster: ClusterSpec) -> int:
     """Bytes a rank's peak may take of a device's memory."""
     return cluster.device.memory_bytes

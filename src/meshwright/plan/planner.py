@@ -24,7 +24,7 @@ from meshwright.plan.arrays import (
 )
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.legality import Modes
-from meshwright.plan.machines import cluster_of, with_devices
+from meshwright.plan.machines import cluster_of, one_rank_a_core, with_devices
 from meshwright.plan.placement import placement_sentence
 from meshwright.plan.predict import predict
 from meshwright.plan.reasons import fullest_rank, rejections
@@ -49,7 +49,7 @@ def plan(
     Args:
         job: what is trained; its own layout does not matter.
         cluster: on what: ``NODESxDEVICES NAME``, a cluster file, or read already; absent: ``[cluster] machines``.
-        ranks: how many devices to use; absent: ``cluster.ranks``, or all.
+        ranks: how many devices to use; absent: ``cluster.ranks``, or all (of shared processors: one a core).
         top: how many layouts to answer with.
         progress: told how far the search is.
 
@@ -57,6 +57,8 @@ def plan(
         InputError: the model cannot be planned, or nothing says which machines there are.
     """
     machines = cluster_of(job, cluster, ranks)
+    if ranks is None and job.cluster.ranks is None:
+        machines = one_rank_a_core(machines)
     check_plannable(job)
     work = Work.of(job)
     modes = Modes(deterministic=job.train.deterministic, compile=job.train.compile)
