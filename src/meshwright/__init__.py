@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.verbs import check, plan, train
 
-__version__ = "0.1.0"
+from meshwright.version import __version__
+
 __all__ = ["__version__", "check", "plan", "train"]
 
 _ROOMS = ("plan", "train")

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import meshwright
 from meshwright.checkpoint.boxes import Box, chunks, cover_problem
 from meshwright.checkpoint.disk import Disk, forget
 from meshwright.checkpoint.folder import clean, is_complete, rotate, step_folder
@@ -24,6 +23,7 @@ from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
 from meshwright.checkpoint.tensor_file import Piece, verify_file, write_file
 from meshwright.checkpoint.world import World, current_world
 from meshwright.errors import MeshwrightError
+from meshwright.version import __version__
 
 SLICE_BYTES = 32 * 2**20
 """Larger boxes are cut: a slice is read whole to compare its checksum, and written by one rank."""
@@ -151,7 +151,7 @@ class _Save:
             step=self.step,
             **header,
             versions={
-                "meshwright": meshwright.__version__,
+                "meshwright": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
