@@ -21,7 +21,7 @@ from bench.published_rows import Row
 from meshwright.job.hardware import device_entry, efficiency_of
 from meshwright.job.memory import DTYPE_BYTES
 from meshwright.plan.array_memory import memory_use
-from meshwright.plan.array_time import Machine, step_time
+from meshwright.plan.array_time import Machine, StepTime, step_time
 from meshwright.plan.arrays import Floats, Layouts
 from meshwright.plan.collectives import Network
 from meshwright.plan.rules import Rules
@@ -129,7 +129,7 @@ def parts(batch: Batch, constants: Mapping[str, float]) -> dict[str, Floats]:
     return _step(batch, constants).parts
 
 
-def _step(batch: Batch, constants: Mapping[str, float]) -> Any:
+def _step(batch: Batch, constants: Mapping[str, float]) -> StepTime:
     entry = device_entry(batch.device)
     known = f"device.{batch.device}.gemm" in constants
     device = (

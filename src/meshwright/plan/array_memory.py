@@ -152,4 +152,5 @@ def layer_bytes(shape: Shape, layouts: Layouts, rules: Rules, element: Value) ->
     elif rules.selective_part is not None:  # that part of the layers is recomputed whole
         selective = (1 - rules.selective_part) * plain + rules.selective_part * element * hidden
     policy = layouts.recompute
-    return tokens * np.where(policy == _FULL, element * hidden, np.where(policy == _SELECTIVE, selective, plain))
+    kept = np.where(policy == _FULL, element * hidden, np.where(policy == _SELECTIVE, selective, plain))
+    return np.asarray(tokens * kept, np.float64)

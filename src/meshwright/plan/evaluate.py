@@ -6,16 +6,17 @@ for each combination of them that occurs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
 from meshwright.errors import InputError
 from meshwright.job.cluster import ClusterSpec
 from meshwright.job.memory import DTYPE_BYTES
-from meshwright.plan.array_memory import MemoryUse, memory_use
+from meshwright.plan.array_memory import memory_use
 from meshwright.plan.array_time import LayerTime, Machine, StepTime, layer_time, step_time
-from meshwright.plan.arrays import BINDINGS, RECOMPUTES, Evaluation, Floats, Ints, Layouts, Work
+from meshwright.plan.arrays import BINDINGS, RECOMPUTES, Bools, Evaluation, Floats, Ints, Layouts, Work
 from meshwright.plan.collectives import Network
 from meshwright.plan.rules import OURS, Rules
 from meshwright.plan.shape import Shape
@@ -105,7 +106,7 @@ def _evaluate(work: Work, cluster: ClusterSpec, layouts: Layouts, rules: Rules) 
         mfu=mfu,
         model_flops=model_flops,
         hardware_flops=_hardware_flops(shape, layouts, rules),
-        binding=_binding(time, memory, fits),
+        binding=_binding(time, fits),
     )
 
 
@@ -148,9 +149,8 @@ _PARTS = {
 }
 
 
-def _binding(time: StepTime, memory: MemoryUse, fits: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+def _binding(time: StepTime, fits: Bools) -> Ints:
     """Memory where the layout does not fit; else compute where it is most of the step; else the largest other part."""
-    del memory
     totals = np.stack([sum(time.parts.get(part, 0.0) for part in _PARTS[name]) for name in BINDINGS[1:]])
     others = np.argmax(totals[1:], axis=0) + 2
     compute = totals[0] >= 0.75 * time.total
@@ -158,23 +158,12 @@ def _binding(time: StepTime, memory: MemoryUse, fits: np.ndarray[tuple[int], np.
 
 
 def _join(blocks: list[Evaluation]) -> Evaluation:
-    def column(name: str) -> np.ndarray:  # type: ignore[type-arg]
-        return np.concatenate([getattr(block, name) for block in blocks])
-
     def table(name: str) -> dict[str, Floats]:
         return {
             key: np.concatenate([getattr(block, name)[key] for block in blocks]) for key in getattr(blocks[0], name)
         }
 
-    singles = (
-        "peak",
-        "fullest",
-        "fits",
-        "step_time",
-        "tokens_per_s",
-        "mfu",
-        "model_flops",
-        "hardware_flops",
-        "binding",
-    )
-    return Evaluation(memory=table("memory"), time=table("time"), **{name: column(name) for name in singles})
+    tables = {name: table(name) for name in ("memory", "time", "extra")}
+    others = [each.name for each in fields(Evaluation) if each.name not in tables]
+    columns: dict[str, Any] = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in others}
+    return Evaluation(**tables, **columns)
