@@ -163,7 +163,7 @@ def _join(blocks: list[Evaluation]) -> Evaluation:
             key: np.concatenate([getattr(block, name)[key] for block in blocks]) for key in getattr(blocks[0], name)
         }
 
-    tables = {name: table(name) for name in ("memory", "time", "extra")}
+    tables: dict[str, Any] = {name: table(name) for name in ("memory", "time", "extra")}
     others = [each.name for each in fields(Evaluation) if each.name not in tables]
     columns: dict[str, Any] = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in others}
     return Evaluation(**tables, **columns)
