@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from meshwright.job.job import Job
-from meshwright.ledger.ledger import Computes, Ledger, RankLedger, Send, Stores
+from meshwright.ledger.ledger import Category, Computes, Ledger, RankLedger, Send, Stores
+from meshwright.plan.buffers import Held, held
 from meshwright.plan.flops import flops
 from meshwright.plan.passes import passes_of
 from meshwright.plan.place import Place, every_place, places
-from meshwright.plan.state import division, full_shards, state_bytes
+from meshwright.plan.state import division, lane_bytes, shares, state_bytes
 from meshwright.plan.traffic import depends_on_tp_rank, sends, traffic
 from meshwright.plan.wire import Backend
 
@@ -46,11 +47,14 @@ class _Predictor:
         self._job, self._backend = job, backend
         self._kinds: dict[int, int] = {}
         """By pipeline rank."""
-        self._full_shards: dict[int, int] = {}
-        """By pipeline rank."""
+        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By pipeline rank and shard."""
         self._known: dict[Hashable, int] = {}
         self._computes: dict[int, Computes] = {}
         """By pipeline rank."""
+        self._lanes: dict[Hashable, int] = {}
+        self._beside: dict[Hashable, tuple[Held, int]] = {}
+        """What is held beside the state, and how much of it are the lanes of that rank."""
         self._stores: dict[Hashable, Stores] = {}
         self._sends: dict[Hashable, tuple[Send, ...]] = {}
         self._by_tp_rank: dict[Hashable, bool] = {}
@@ -58,9 +62,8 @@ class _Predictor:
     def entry(self, place: Place) -> RankLedger:
         """One rank's entry."""
         where = place.coordinates
-        alike = (self._kind(place), self._shard(place))
-        if alike not in self._stores:
-            self._stores[alike] = self._stored(place)
+        alike = (self._kind(place), self._shares(place))
+        stores = self._stored(place, alike)
         cut = (alike, self._cut(place))
         if cut not in self._by_tp_rank:
             self._by_tp_rank[cut] = depends_on_tp_rank(self._job, place)
@@ -72,7 +75,7 @@ class _Predictor:
         return RankLedger.model_construct(
             rank=place.rank,
             place=where._asdict(),
-            stores=self._stores[alike],
+            stores=stores,
             computes=self._computes[where.pp],
             sends=self._sends[key],
         )
@@ -93,13 +96,12 @@ class _Predictor:
             self._kinds[pp] = self._known.setdefault(stages, len(self._known))
         return self._kinds[pp]
 
-    def _shard(self, place: Place) -> int:
-        """The rank's shard of the state; -1 for all that hold no padding: they are of one size."""
-        divided = division(self._job, place)
-        pp = place.coordinates.pp
-        if pp not in self._full_shards:
-            self._full_shards[pp] = full_shards(self._job, place)
-        return -1 if divided.shard < self._full_shards[pp] else divided.shard
+    def _shares(self, place: Place) -> tuple[int, ...]:
+        """The sizes of the rank's part of the state: most shards have the same, those with padding others."""
+        key = (place.coordinates.pp, division(self._job, place).shard)
+        if key not in self._sizes:
+            self._sizes[key] = shares(self._job, place)
+        return self._sizes[key]
 
     def _cut(self, place: Place) -> tuple[int, ...]:
         """Which of the flat buckets' chunks and pieces are the rank's, where it matters what tensors they fall on."""
@@ -110,6 +112,39 @@ class _Predictor:
             return (divided.shard, divided.copy)
         return (divided.shard,) if place.tp > 1 else ()
 
-    def _stored(self, place: Place) -> Stores:
-        parameters, gradients, optimizer = state_bytes(self._job, place)
-        return Stores(parameters=parameters, gradients=gradients, optimizer=optimizer)
+    def _stored(self, place: Place, alike: Hashable) -> Stores:
+        divided = division(self._job, place)
+        cut = (alike, None if divided.grouped else (divided.shard, divided.copy))
+        if cut not in self._lanes:
+            self._lanes[cut] = lane_bytes(self._job, place)
+        # In which order a rank runs its passes, and with that what it holds meanwhile, goes by its pipeline rank.
+        runs = (place.coordinates.pp, alike)
+        if runs not in self._beside:
+            self._beside[runs] = (held(self._job, place), self._lanes[cut])
+        beside, lanes = self._beside[runs]
+        key = (runs, self._lanes[cut])
+        if key not in self._stores:
+            self._stores[key] = _stores(state_bytes(self._job, place), beside, self._lanes[cut] - lanes)
+        return self._stores[key]
+
+
+def _stores(state: tuple[int, int, int], beside: Held, more: int) -> Stores:
+    """All a rank holds; ``more``: temporary bytes that are there all the time and not in ``beside``."""
+    parameters, gradients, optimizer = state
+    activations, temporary = beside.at_peak
+    at_peak: dict[Category, int] = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": activations,
+        "temporary": temporary + more,
+    }
+    return Stores(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=beside.activations,
+        temporary=beside.temporary + more,
+        peak=sum(at_peak.values()),
+        at_peak=at_peak,
+    )

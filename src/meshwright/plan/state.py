@@ -108,9 +108,9 @@ class Bucket:
         return max(0, min(self.chunk, self.filled - self.division.shard * self.chunk))
 
     @property
-    def full_shards(self) -> int:
-        """How many shards, from the first, have no padding."""
-        return self.filled // self.chunk
+    def shares(self) -> tuple[int, ...]:
+        """Elements this rank updates."""
+        return (self.owned,)
 
     def ranges(self) -> Iterator[Range]:
         """What the rank updates: its chunk, cut where tensors and where its piece begin and end."""
@@ -156,9 +156,9 @@ class Group:
         return sum(self._mine(tensor) for tensor in self.tensors)
 
     @property
-    def full_shards(self) -> int:
-        """How many shards, from the first, have no padding."""
-        return min(tensor.count // self._part(tensor) for tensor in self.tensors)
+    def shares(self) -> tuple[int, ...]:
+        """Elements this rank updates of each tensor."""
+        return tuple(self._mine(tensor) for tensor in self.tensors)
 
     def ranges(self) -> Iterator[Range]:
         """What the rank updates: its rows of each tensor, in as many ranges as there are copies."""
@@ -302,9 +302,9 @@ def state_bytes(job: Job, place: Place) -> tuple[int, int, int]:
     return parameters, gradients, optimizer
 
 
-def full_shards(job: Job, place: Place) -> int:
-    """How many shards, from the first, hold nothing but elements of tensors: the same number of each."""
-    return min((unit.full_shards for unit in units(job, place)), default=job.layout.shard_degree)
+def shares(job: Job, place: Place) -> tuple[int, ...]:
+    """Elements the rank updates, bucket by bucket or tensor by tensor: shards that share them are of one size."""
+    return tuple(share for unit in units(job, place) for share in unit.shares)
 
 
 LANES = 64
