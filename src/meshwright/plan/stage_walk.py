@@ -195,17 +195,14 @@ class StageWalk:
         walk = LayerWalk(x, tape, part="input")
         if stage.last:
             walk.head_backward(tied=False)
-        before = tape.used
         for layer in reversed(stage.layers):
             window = self._window(layer)
             walk.layer_backward(stage.recompute, x.mask if x.has_mask(window) else 0)
-        del before
         if stage.last:
             tape.free(walk.loss_numbers)
             tape.drop(x.wide)
         else:
             tape.free(x.own)
-        tape.drop(0 if self.follows else x.own)
 
     def weight_backward(self, buckets: BucketFlight | None = None) -> None:
         """Gradients of weights, from the input on: all of the stage's are there together at the end."""
@@ -213,13 +210,11 @@ class StageWalk:
         walk = LayerWalk(x, tape, gathered=True)
         left = 0
         for index in range(len(stage.layers)):
-            walk_kept = self._saved_by_layer - walk.layer_weights(first=index == 0)
-            left += walk_kept
+            left += self._saved_by_layer - walk.layer_weights(first=index == 0)
         if stage.last:
             walk.norm_weights(x.own if stage.layers else 0)
             walk.product_weights(x.columns * x.spec.hidden * x.element, 0, 0, x.own)
-            left += x.own_row * (1 if x.spec.norm == "rmsnorm" else 0) + x.logits
-            left += 2 * x.own_tokens * x.element if x.spec.norm == "layernorm" else 0
+            left += x.logits
         tape.free(left)
         if stage.layers:
             # The last layer's output was the stage's and is gone, or fed the final norm; the input is not of here.
@@ -228,7 +223,8 @@ class StageWalk:
             tape.free(self._masks)
         tape.free(self._tables)
         if not self.follows:
-            tape.drop(x.own)
+            # The input goes, and with it its gradient.
+            tape.drop(x.own, x.own)
         self._collect(walk, buckets)
 
     def _collect(self, walk: LayerWalk, buckets: BucketFlight | None) -> None:

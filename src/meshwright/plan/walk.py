@@ -403,7 +403,7 @@ class Walk:
             self.gradient(weight)
             tape.drop(wide)
         tape.drop(x.own)
-        tape.free(free)
+        tape.free(free, 2 * x.own_tokens * x.element if layernorm else x.own_row)
         self.taken((2 if layernorm else 1) * weight)
 
     def product_weights(self, weight: int, bias: int, gradient: int, free: int) -> None:
