@@ -12,6 +12,7 @@ from meshwright import __version__
 from meshwright.cli import calibrate as calibrate_verb
 from meshwright.cli import check as check_verb
 from meshwright.cli import plan as plan_verb
+from meshwright.cli import report as report_verb
 from meshwright.cli import train as train_verb
 from meshwright.cli.checkpoint import app as checkpoint_app
 from meshwright.errors import MeshwrightError
@@ -30,6 +31,7 @@ app.command("plan")(plan_verb.plan)
 app.command("train")(train_verb.train)
 app.command("check")(check_verb.check)
 app.command("calibrate")(calibrate_verb.calibrate)
+app.command("report")(report_verb.report)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.cli.plan_days import HELP, DaysOptions, print_days
 from meshwright.errors import InputError
+from meshwright.job.cluster import load_cluster
 from meshwright.job.job import Job, job_from_values, load_job
 from meshwright.job.layout_text import parse_layout
 from meshwright.verbs import nothing_fits
@@ -83,7 +84,9 @@ def plan(
     horizon = _horizon(found, days, job)
     explained = _explained(job, found, rank) if explain and found.layouts else None
     if as_json:
-        value = found.model_dump()
+        # With the job and the machines the answer stands alone: `meshwright report` draws from it.
+        value = {**found.model_dump(), "job": job.model_dump(mode="json", exclude_none=True)}
+        value["machines"] = load_cluster(cluster or str(job.cluster.machines)).model_dump(exclude_none=True)
         value |= {"days": horizon.model_dump()} if horizon is not None else {}
         value |= {"ledger": explained[1].model_dump(), "explained": explained[2]} if explained is not None else {}
         print(json.dumps(value))
