@@ -2,8 +2,11 @@
 
 Few constants, by device type and by program, in logarithms; residuals are logarithms of predicted over measured step
 time with a Huber loss, and every constant is drawn to its physical starting value with a stated width, so that what
-the rows do not say stays where it was. Levenberg-Marquardt with differences, plain NumPy. Only calibration rows count
-(half of each source, by checksum). ``--cross`` leaves each source out in turn and reports its error.
+the rows do not say stays where it was. Levenberg-Marquardt with differences, plain NumPy. Only calibration rows count:
+half of each source, by a checksum of what the row says. ``--cross`` leaves each source out in turn.
+
+Of memory two constants of one program are fitted, BLOOM's: the runtime's own bytes, and what the allocator holds
+beyond the activations. Least squares.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import numpy as np
 
 from bench.published_predict import (
     CONSTANTS_FILE,
+    FITTED_ROWS_FILE,
     Batch,
     Constants,
     batches,
     choose_micro_batches,
-    is_calibration,
+    fingerprint,
+    in_fitted_half,
+    predict,
     seconds,
 )
 from bench.published_rows import Row, read_rows
@@ -121,7 +127,28 @@ def fit(rows: Sequence[Row], used: Callable[[Row], bool]) -> Constants:
         some = [row for row in rows if row.reason is None and row.step_time and row.device == device and used(row)]
         if some:
             constants = _fit_step(some, constants, keys, width)
-    return constants
+    return _fit_memory(rows, constants, used)
+
+
+def _fit_memory(rows: Sequence[Row], constants: Constants, used: Callable[[Row], bool]) -> Constants:
+    """The runtime's bytes and the allocator's slack of DeepSpeed's runs."""
+    some = [row for row in rows if row.reason is None and row.memory and row.source == "bloom" and used(row)]
+    if len(some) < 4:
+        return constants
+    bare, one = {"context_bytes": 0.0, "slack": 0.0}, {"context_bytes": 0.0, "slack": 1.0}
+
+    def predicted(values: dict[str, float]) -> Floats:
+        named = {f"program.megatron-deepspeed.{key}": value for key, value in values.items()}
+        return predict(some, constants | named)[1]
+
+    without = predicted(bare)
+    slope = np.stack([np.ones(len(some)), predicted(one) - without], axis=1)
+    missing = np.array([row.memory for row in some], float) - without
+    context, slack = np.linalg.lstsq(slope, missing, rcond=None)[0].tolist()
+    return constants | {
+        "program.megatron-deepspeed.context_bytes": context,
+        "program.megatron-deepspeed.slack": slack,
+    }
 
 
 def _fit_step(rows: Sequence[Row], constants: Constants, keys: Sequence[str], width: float) -> Constants:
@@ -188,7 +215,7 @@ def leave_one_out(rows: Sequence[Row]) -> dict[str, Floats]:
     """For each source the errors of all its rows, with constants fitted on calibration rows of the other sources."""
     errors = {}
     for source in sorted({row.source for row in rows if row.reason is None and row.step_time}):
-        constants = fit(rows, lambda row, left=source: is_calibration(row) and row.source != left)  # type: ignore[misc]
+        constants = fit(rows, lambda row, left=source: in_fitted_half(row) and row.source != left)  # type: ignore[misc]
         some = [row for row in rows if row.source == source and row.reason is None and row.step_time]
         times = np.exp(_log_times(batches(some), constants, len(some)))
         errors[source] = times / np.array([row.step_time for row in some], float) - 1
@@ -200,9 +227,11 @@ def write(constants: Constants, rows: Sequence[Row], crossed: dict[str, Floats])
     stored = json.loads(EFFICIENCY_FILE.read_text("utf-8"))
     for name in _DEVICE_START:
         one = {key.rsplit(".", 1)[1]: value for key, value in constants.items() if key.startswith(f"device.{name}.")}
-        used = Counter(row.source for row in rows if row.device == name and row.reason is None and is_calibration(row))
+        used = Counter(row.source for row in rows if row.device == name and row.reason is None and in_fitted_half(row))
         stored["devices"][name] = _device_entry(one, used)
     EFFICIENCY_FILE.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
+    used_rows = sorted(fingerprint(row) for row in rows if row.reason is None and row.step_time and in_fitted_half(row))
+    FITTED_ROWS_FILE.write_text(json.dumps(used_rows) + "\n", "utf-8")
     tables = {
         kind: {
             name: {
@@ -216,7 +245,7 @@ def write(constants: Constants, rows: Sequence[Row], crossed: dict[str, Floats])
     }
     document = {
         "about": "Constants of programs and kinds of network that published rows were measured with; written by "
-        "python -m bench.fit_efficiency FILE... --write. Fitted on half of each source, by a checksum of the id.",
+        "python -m bench.fit_efficiency FILE... --write. Fitted on half of each source, chosen by a checksum.",
         "fitted_devices": list(_DEVICE_START),
         **tables,
         "leave_one_source_out": {
@@ -257,7 +286,7 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="leave one source out in turn (slow)")
     options = parser.parse_args()
     rows = [row for file in options.files for row in read_rows(file)]
-    constants = fit(rows, is_calibration)
+    constants = fit(rows, in_fitted_half)
     for key, value in constants.items():
         print(f"{key:55s} {value:.4g}")
     crossed = leave_one_out(rows) if options.cross else {}

@@ -19,7 +19,8 @@ import numpy as np
 from bench.published_predict import (
     CONSTANTS_FILE,
     choose_micro_batches,
-    is_calibration,
+    fingerprint,
+    fitted_rows,
     load_constants,
     predict,
 )
@@ -41,7 +42,10 @@ def published(path: str) -> dict[str, Any]:
     constants = load_constants()
     choose_micro_batches(rows, constants)
     times, memory = predict(rows, constants)
-    entries = [_entry(row, float(seconds), float(size)) for row, seconds, size in zip(rows, times, memory, strict=True)]
+    fitted = fitted_rows()
+    entries = [
+        _entry(row, float(seconds), float(size), fitted) for row, seconds, size in zip(rows, times, memory, strict=True)
+    ]
     fresh = [entry for entry in entries if not entry["calibration"]]
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in fresh:
@@ -57,7 +61,7 @@ def published(path: str) -> dict[str, Any]:
     }
 
 
-def _entry(row: Row, seconds: float, size: float) -> dict[str, Any]:
+def _entry(row: Row, seconds: float, size: float, fitted: frozenset[int]) -> dict[str, Any]:
     usable = row.reason is None
     fits = usable and size <= device_entry(row.device)["memory_bytes"]
     error = seconds / row.step_time - 1 if usable and row.step_time else None
@@ -67,7 +71,7 @@ def _entry(row: Row, seconds: float, size: float) -> dict[str, Any]:
         "group": row.group,
         "usable": usable,
         "reason": row.reason,
-        "calibration": usable and is_calibration(row),
+        "calibration": usable and fingerprint(row) in fitted,
         "measured_step_time_s": row.step_time,
         "predicted_step_time_s": seconds if usable else None,
         "error": error,

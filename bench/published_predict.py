@@ -29,6 +29,8 @@ from meshwright.plan.shape import Shape
 from meshwright.plan.stages import Held, held
 
 CONSTANTS_FILE = Path(__file__).with_name("published_constants.json")
+FITTED_ROWS_FILE = Path(__file__).with_name("published_fitted_rows.json")
+"""Fingerprints of the rows that the constants were fitted on."""
 
 DEVICE_NAMES = ("gemm", "area_half", "depth_half", "attention_forward", "attention_backward", "length_half", "memory",
                 "launch", "dispatch", "link", "latency")  # fmt: skip
@@ -172,10 +174,11 @@ def program_rules(rules: Rules, constants: Mapping[str, float]) -> Rules:
     return replace(rules, **fitted) if fitted else rules  # type: ignore[arg-type]
 
 
-def memory_bytes(batch: Batch) -> Floats:
+def memory_bytes(batch: Batch, constants: Mapping[str, float]) -> Floats:
     """Predicted bytes of the fullest rank of each row."""
     element = float(DTYPE_BYTES[batch.dtype])
-    return memory_use(batch.shape, batch.layouts, batch.rules, element, batch.ranks).peak
+    rules = program_rules(batch.rules, constants)
+    return memory_use(batch.shape, batch.layouts, rules, element, batch.ranks).peak
 
 
 def predict(rows: Sequence[Row], constants: Mapping[str, float],
@@ -184,7 +187,7 @@ def predict(rows: Sequence[Row], constants: Mapping[str, float],
     times, memory = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
     for batch in batches(rows):
         if wanted is None or wanted(batch):
-            times[batch.index], memory[batch.index] = seconds(batch, constants), memory_bytes(batch)
+            times[batch.index], memory[batch.index] = seconds(batch, constants), memory_bytes(batch, constants)
     return times, memory
 
 
@@ -205,6 +208,17 @@ def choose_micro_batches(rows: Sequence[Row], constants: Mapping[str, float]) ->
         row.basis.append(f"micro_batch {int(tries[best].layout.micro_batch[0])}")  # type: ignore[union-attr]
 
 
-def is_calibration(row: Row) -> bool:
-    """Whether the constants were fitted on this row: half of every source, by a checksum of its id."""
-    return zlib.crc32(f"meshwright {row.id}".encode()) % 2 == 0
+def fingerprint(row: Row) -> int:
+    """Of what the row says, whatever file and place it stands in."""
+    said = {key: value for key, value in row.raw.items() if key not in ("id", "notes", "kind")}
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+
+
+def in_fitted_half(row: Row) -> bool:
+    """Whether the constants are to be fitted on this row: half of every source, by its fingerprint."""
+    return fingerprint(row) % 2 == 0
+
+
+def fitted_rows() -> frozenset[int]:
+    """Fingerprints of the rows that the stored constants were fitted on."""
+    return frozenset(json.loads(FITTED_ROWS_FILE.read_text("utf-8")))

@@ -26,8 +26,6 @@ BLOOM = replace(
     name="megatron-deepspeed",
     gradient_bytes=2.0,
     moment_bytes=12.0,
-    context_bytes=4.6e9,
-    slack=0.31,
 )
 """fp16 gradients beside fp16 parameters; DeepSpeed's ZeRO-1 also keeps its part of them in float32."""
 BLOOM_BEFORE_FIX = replace(BLOOM, slowdown=1.03)
