@@ -54,8 +54,8 @@ _PROGRAM_START: dict[str, dict[str, float]] = {
     "mosaic-fsdp": {"step_seconds": 1e-2, "micro_batch_seconds": 1e-3, "overlap_gathers": 0.8,
                     "overlap_gradients": 0.8},
     "fms-fsdp": {"elementwise": 0.6, "kernels": 0.7, "overlap_gathers": 0.9, "overlap_gradients": 0.9},
-    "torchtitan": {"overlap_gathers": 0.9, "overlap_gradients": 0.9},
-    "torchtitan-compile": {"elementwise": 0.5, "kernels": 0.5, "overlap_gathers": 0.9, "overlap_gradients": 0.9},
+    "torchtitan": {"elementwise": 2.0, "overlap_gathers": 0.9, "overlap_gradients": 0.9},
+    "torchtitan-compile": {"elementwise": 0.6, "kernels": 0.5, "overlap_gathers": 0.9, "overlap_gradients": 0.9},
     "megatron-core-no-overlap": {},
     "megatron-bridge": {"overlap_gathers": 0.9, "overlap_gradients": 0.9},
 }  # fmt: skip
@@ -228,7 +228,9 @@ def write(constants: Constants, rows: Sequence[Row], crossed: dict[str, Floats])
     for name in _DEVICE_START:
         one = {key.rsplit(".", 1)[1]: value for key, value in constants.items() if key.startswith(f"device.{name}.")}
         used = Counter(row.source for row in rows if row.device == name and row.reason is None and in_fitted_half(row))
-        stored["devices"][name] = _device_entry(one, used)
+        stored["devices"][name] = _device_entry(one, used) | {
+            "network": float(f"{constants['network.infiniband.efficiency']:.4g}")
+        }
     EFFICIENCY_FILE.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
     used_rows = sorted(fingerprint(row) for row in rows if row.reason is None and row.step_time and in_fitted_half(row))
     FITTED_ROWS_FILE.write_text(json.dumps(used_rows) + "\n", "utf-8")
@@ -272,7 +274,6 @@ def _device_entry(one: dict[str, float], used: Counter[str]) -> dict[str, object
             "length_half": rounded["length_half"],
         },
         **{key: rounded[key] for key in ("memory", "launch", "dispatch", "link", "latency")},
-        "network": 0.8,
         "fitted_on": [f"{source}: {count} rows" for source, count in sorted(used.items())],
         "note": "float32: not fitted",
     }

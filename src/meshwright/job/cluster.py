@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from meshwright.errors import InputError
-from meshwright.job.hardware import DEVICE_FIELDS, DeviceSpec, device, efficiency_of, network_of
+from meshwright.job.hardware import DEVICE_FIELDS, DeviceSpec, device, device_entry, efficiency_of, network_of
 from meshwright.job.host import Host
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -162,16 +162,19 @@ def _usual_links(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     usual = network_of(name)
     intra, inter = dict(usual["intra"]), dict(usual["inter"])
     basis = inter.pop("basis")
-    intra.setdefault("latency", _LATENCY.get(intra["kind"], 10e-6))
-    inter.setdefault("latency", _LATENCY.get(inter["kind"], 20e-6))
+    intra.setdefault(
+        "latency",
+        efficiency_of(device_entry(name)["name"]).latency if "nvlink" in intra["kind"] else _LATENCY[intra["kind"]],
+    )
+    inter.setdefault("latency", _LATENCY[inter["kind"]])
     return {"intra": intra, "inter": inter}, {
         "intra": f"links.intra: {intra['kind']} at {intra['bandwidth'] / 1e9:g} GB/s, usual for {name}",
         "inter": f"links.inter: {inter['nics']} x {inter['bandwidth'] / 1e9:g} GB/s a node, usual for {name}: {basis}",
     }
 
 
-_LATENCY = {"nvlink": 3e-6, "xgmi": 5e-6, "nvlink-bridge": 4e-6, "pcie": 8e-6, "infiniband": 8e-6, "network": 12e-6}
-"""Seconds of one step of a collective by kind of link; cluster files give their own."""
+_LATENCY = {"xgmi": 10e-6, "pcie": 10e-6, "infiniband": 15e-6, "network": 20e-6}
+"""Seconds of one step of a collective by kind of link, where the catalogue has none; cluster files give their own."""
 
 _SHORT = re.compile(r"(?P<nodes>[0-9]+)\s*[xX]\s*(?P<devices>[0-9]+)\s+(?P<name>\S.*)")
 

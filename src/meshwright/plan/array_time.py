@@ -156,13 +156,15 @@ class _Step:
         backward = np.maximum(layer.backward + again, layer.host_backward + host_again)
         tensor = self._tensor_round()
         rounds_again = np.where(policy == _FULL, 4.0, 0.0)
+        # With sequence parallel the inputs of both column-split products are gathered again for their weights.
+        rounds_back = np.where(self.layouts.sequence_parallel, 6.0, 4.0)
         hidden_part = 1 - rules.overlap_tensor
         return {
             "forward": forward,
             "backward": backward - again,
             "recompute": again,
             "tensor_forward": 4.0 * tensor * hidden_part,
-            "tensor_backward": (4.0 + rounds_again) * tensor * hidden_part,
+            "tensor_backward": (rounds_back + rounds_again) * tensor * hidden_part,
         }
 
     def _tensor_round(self) -> Floats:
