@@ -10,7 +10,9 @@ from meshwright.job.job import Job, job_from_values
 from meshwright.plan.arrays import Layouts, Work, from_layouts
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.measured import MeasuredCollectives
+from meshwright.plan.place import Place
 from meshwright.plan.spends import predicted_spends
+from meshwright.plan.traffic import traffic
 from tests.unit.test_calibrate import CLUSTER
 
 
@@ -98,7 +100,7 @@ def test_between_measured_points_seconds_are_interpolated() -> None:
     assert seconds(1, 1e6) == 0
     assert seconds(2, 64) == pytest.approx(2e-4)
     assert seconds(2, (64 + 65536) / 2) == pytest.approx(2.5e-4)
-    assert seconds(2, 4194304 + 1e6) == pytest.approx(8e-3 + 1e-3)
+    assert seconds(2, 3 * 4194304) == pytest.approx(24e-3)
     assert seconds(3, 4194304) == pytest.approx(12e-3)
     assert seconds(8, 64) == pytest.approx(2e-4 * 7 / 3), "nearest measured group, with more peers"
     assert measured.has("intra") and not measured.has("inter")
@@ -108,3 +110,27 @@ def test_a_large_array_of_layouts_is_quick() -> None:
     work = Work.of(job("micro_batch=2"))
     many = Layouts.make(dp=np.full(20_000, 2), micro_batch=2, micro_batches=2)
     assert len(evaluate(work, CLUSTER, many)) == 20_000
+
+
+def counting(operation: str, ranks: int) -> ClusterSpec:
+    """A machine on which each call of one operation takes a second, and of the others nothing."""
+    calls = tuple(
+        one.model_copy(update={"alpha": float(one.operation == operation), "beta": 0.0, "points": ()})
+        for one in CLUSTER.collectives
+    )
+    return cores(ranks).model_copy(update={"collectives": calls})
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp=2 micro_batch=4", "tp=4 micro_batch=2", "tp=2 recompute=full micro_batch=4", "dp=2 micro_batch=2",
+     "dp=2 zero=1 micro_batch=2", "dp=2 zero=2 micro_batch=2", "dp=2 zero=3 micro_batch=2", "dp=4 zero=3"],
+)  # fmt: skip
+def test_the_calls_it_pays_for_are_those_of_the_predicted_ledger(layout: str, operation: str) -> None:
+    one = job(layout)
+    work = Work.of(one)
+    values = evaluate(work, counting(operation, one.layout.ranks), from_layouts([one.layout], work)).time
+    found = sum(sent.messages for sent in traffic(one, Place(one, 0)) if sent.operation == operation)
+    counted = sum(float(values[axis][0]) for axis in ("tp", "shard", "replicate"))
+    assert found - 1e-6 <= counted <= found + 0.6, "the hooks of ZeRO-2 and 3 stand beside the calls"

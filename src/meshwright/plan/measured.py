@@ -12,8 +12,8 @@ from meshwright.plan.arrays import Floats, Ints
 class MeasuredCollectives:
     """The measured entries of a cluster, by operation and level.
 
-    Between the measured sizes of a message seconds are interpolated, beyond them they follow ``alpha + beta *
-    bytes``. Of the entries the one nearest in group size is taken, then the one nearest in number of groups.
+    Between the measured sizes of a message seconds are interpolated, beyond the largest they grow with the bytes;
+    without points they are ``alpha + beta * bytes``. Of the entries the one nearest in group size is taken, then the one nearest in number of groups.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -66,5 +66,4 @@ def _of(entry: Measured, payload: Floats) -> Floats:
         return straight
     sizes, seconds = np.array(entry.points).T
     inside = np.interp(payload, sizes, seconds)
-    beyond = seconds[-1] + entry.beta * (payload - sizes[-1])
-    return np.where(payload > sizes[-1], np.maximum(beyond, seconds[-1]), inside)
+    return np.where(payload > sizes[-1], seconds[-1] * payload / sizes[-1], inside)

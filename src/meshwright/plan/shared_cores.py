@@ -25,14 +25,16 @@ import numpy as np
 
 from meshwright.job.cluster import ClusterSpec, Level
 from meshwright.job.host import Host, PassSeconds
+from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.array_time import Machine, StepTime, fill_factor, layer_time, stream_elements
-from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
+from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
 from meshwright.plan.measured import MeasuredCollectives
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
 from meshwright.plan.stages import Held, held
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+_SPLIT = [SCHEDULES.index(name) for name in SCHEDULES if name in SPLIT_BACKWARD_SCHEDULES]
 _NUMBER_BYTES = 8.0
 """Of the numbers that ranks agree on."""
 
@@ -90,6 +92,7 @@ class _Step:
         self.node = cluster.devices_per_node
         self.bucket_bytes = float(bucket_bytes)
         self.ranks = held(layouts, shape.layers)
+        self.splits = np.isin(layouts.schedule, _SPLIT) & (layouts.pp > 1)
 
     def seconds(self, operation: str, size: Ints, payload: Value) -> Floats:
         """Of one call by all groups of ``size`` ranks at once."""
@@ -174,8 +177,8 @@ class _Step:
         gather = self.seconds("all_gather", tp, whole / tp)
         scatter = self.seconds("reduce_scatter", tp, whole)
         again = np.where(layouts.recompute == _FULL, layers, 0.0)
-        gathers = 3 * (2 * layers + last) + 2 * first - last + 2 * again
-        scatters = 2 * (2 * layers + last) + first - last + again
+        gathers = 6 * layers + 2 * last + first + 2 * again + 2 * np.where(self.splits, layers, 0.0)
+        scatters = 4 * layers + last + first + again
         wide = max(4.0, self.element)
         loss = self.seconds("all_reduce", tp, wide * self.rows) + self.seconds("all_reduce", tp, 2 * wide * self.rows)
         hidden = 1 - self.idle_cores * self.rules.overlap_tensor
@@ -248,7 +251,7 @@ class _Step:
         gradients = np.where(layouts.zero == 0, reduce + again, reduce)
         gather = calls * self.seconds("all_gather", size, gathered / size / calls)
         # ZeRO-3 keeps the last block of a model without pipeline, and what is in no block, from forward to backward.
-        twice = np.where(layouts.pp == 1, np.maximum(0.0, 2 * units - 3) / units, 2.0)
+        twice = np.where(layouts.pp == 1, 2 * layers / units, 2.0)
         gathers = np.where(layouts.zero == 0, 0.0, gather) * np.where(layouts.zero == 3, m * twice, 1.0)
         each = units * self.host.unit + self.parameters * self.host.sharded
         hooks = np.where(grouped, each * m * np.where(layouts.zero == 3, 3.0, 1.0 + 1.0 / m), 0.0)

@@ -18,11 +18,11 @@ from meshwright.comm.collectives import all_gather, all_gather_json, all_reduce,
 from meshwright.job.cluster import Level
 from meshwright.prove.stopwatch import Timing
 
-SIZES = (64, 32 << 10, 192 << 10, 768 << 10, 4 << 20)
+SIZES = (64, 32 << 10, 192 << 10, 768 << 10, 4 << 20, 16 << 20)
 """Bytes of payload: around every point where an exchange changes its way."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
-_LOOP = 4
-"""Calls between two looks at the clock."""
+_LOOP_BYTES = 4 << 20
+"""Payload of all calls between two looks at the clock, at most; four calls where they are small."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,10 @@ def _measure_group(
     samples: dict[str, list[float]] = {key: [] for key in cases}
     began, rounds = time.perf_counter(), 0
     while True:
-        alone = _loop(group, work, None, device)
+        alone = _loop(group, work, None, 4, device)
         for key, call in cases.items():
-            samples[key].append(max(0.0, _loop(group, work, call, device) - alone))
+            calls = max(1, min(4, _LOOP_BYTES // int(key.split()[1])))
+            samples[key].append(max(0.0, _loop(group, work, call, calls, device) - alone))
         rounds += 1
         # Every rank must stop after the same round.
         more = torch.tensor([float(time.perf_counter() - began < seconds or rounds < 3)], device=device)
@@ -142,18 +143,22 @@ class _Between:
 
 
 def _loop(
-    group: dist.ProcessGroup, work: Callable[[], None], call: Callable[[], object] | None, device: torch.device
+    group: dist.ProcessGroup,
+    work: Callable[[], None],
+    call: Callable[[], object] | None,
+    calls: int,
+    device: torch.device,
 ) -> float:
-    """Seconds of one round of ``_LOOP``."""
+    """Seconds of one call, or of what is computed between two."""
     barrier(group)
     began = time.perf_counter()
-    for _ in range(_LOOP):
+    for _ in range(calls):
         work()
         if call is not None:
             call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / _LOOP
+    return (time.perf_counter() - began) / calls
 
 
 def _call(name: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
