@@ -8,13 +8,11 @@ from typing import Any
 
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job.cluster import ClusterSpec, cluster_from_values, load_cluster
-from meshwright.job.grid import groups_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import parse_layout
 from meshwright.ledger.ledger import Ledger
 from meshwright.observe.report import Gantt, Predicted, Records
-from meshwright.observe.report_pictures import Bar, time_parts
 from meshwright.observe.report_svg import show_seconds
 from meshwright.plan.machines import cluster_of
 
@@ -35,7 +33,7 @@ def predict_for(records: Records) -> Predicted:
     facts["ledger"] = _ledger(job, absent)
     cluster = None
     if machines is not None:
-        facts |= _costs(job, machines, absent)
+        facts |= _costs(job, machines, facts["ledger"], absent)
         cluster = _used(job, machines, absent)
     if cluster is not None:  # with the memory and the ranks that the planner counts with
         facts |= {"capacity": float(cluster.device.memory_bytes), "ranks_per_node": cluster.devices_per_node}
@@ -105,30 +103,29 @@ def _ledger(job: Job, absent: dict[str, str]) -> Ledger | None:
         return None
 
 
-def _costs(job: Job, cluster: ClusterSpec, absent: dict[str, str]) -> dict[str, Any]:
-    """The planner's figures of one layout: its step, its peak, and its step's parts on each pipeline rank."""
+def _costs(job: Job, machines: ClusterSpec, ledger: Ledger | None, absent: dict[str, str]) -> dict[str, Any]:
+    """The planner's figures of one layout: its step, its peak, and the parts of each rank's step."""
     from meshwright.plan.planner import plan_layout, representative_ranks
     from meshwright.plan.spends import predicted_spends
 
     try:
-        entry = plan_layout(job, cluster).layouts[0]
-        spends = {rank: predicted_spends(job, cluster, rank) for rank in representative_ranks(job.layout)}
+        entry = plan_layout(job, machines).layouts[0]
+        cluster = cluster_of(job, machines, job.layout.ranks)
+        spends = [predicted_spends(job, cluster, rank) for rank in representative_ranks(job.layout)]
     except MeshwrightError as error:
         absent["time"] = _line(error)
         return {}
-    closed = next(iter(spends.values())).wall
     note = "Predicted: a pipeline rank with less to compute waits longer in the bubble."
-    if abs(closed - entry.step_time_s) > 1e-6 * closed:
+    if abs(spends[0].wall - entry.step_time_s) > 1e-6 * spends[0].wall:
         note += (
-            f" The predicted parts are the closed form's and sum to {show_seconds(closed)}; simulating the schedule "
-            f"stage by stage gives {show_seconds(entry.step_time_s)}."
+            f" The predicted parts are the closed form's and sum to {show_seconds(spends[0].wall)}; simulating the "
+            f"schedule stage by stage gives {show_seconds(entry.step_time_s)}."
         )
-    at = defaultdict(list)
-    for group in groups_of(job.layout, "pp"):
-        for pp_rank, rank in enumerate(group):
-            at[pp_rank].append(rank)
-    bars = [Bar(tuple(at[pp_rank]), "predicted", time_parts(one), note) for pp_rank, one in enumerate(spends.values())]
-    return {"times": bars, "step_time": entry.step_time_s, "peak": float(entry.peak_memory_bytes)}
+    facts: dict[str, Any] = {"step_time": entry.step_time_s, "peak": float(entry.peak_memory_bytes), "time_note": note}
+    if ledger is not None:
+        ranks = tuple(one.model_copy(update={"spends": spends[one.place["pp"]]}) for one in ledger.ranks)
+        facts["ledger"] = ledger.model_copy(update={"ranks": ranks})
+    return facts
 
 
 def _gantts(records: Records, job: Job, cluster: ClusterSpec | None, absent: dict[str, str]) -> list[Gantt]:

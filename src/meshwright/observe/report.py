@@ -15,7 +15,6 @@ from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.ledger.ledger import Ledger
 from meshwright.observe.records import read_json_lines
-from meshwright.observe.report_pictures import Bar
 from meshwright.schedule.simulate import Simulation
 
 RUN_FILES = ("job.toml", "plan.json", "cluster.json", "ledger.json", "traced.json", "metrics.jsonl", "events.jsonl",
@@ -54,8 +53,9 @@ class Predicted:
     """What only the planner can say about the records; each may be absent."""
 
     ledger: Ledger | None = None
-    times: Sequence[Bar] = ()
-    """Parts of a step, one for the ranks of each pipeline rank."""
+    """With spends where the machines are known."""
+    time_note: str = ""
+    """What there is to say of its spends."""
     step_time: float | None = None
     peak: float | None = None
     capacity: float | None = None

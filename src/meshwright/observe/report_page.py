@@ -90,7 +90,8 @@ def _section(section: Section) -> str:
     parts.append(f'<h2 id="{section.name}-h">{escape(section.title)}</h2>')
     parts += [f"<p>{escape(words)}</p>" for words in section.words]
     parts += [f'<figure tabindex="0">\n{picture}\n</figure>' for picture in section.pictures]
-    tables = "\n".join(_table(table) for table in section.tables)
+    look = "wide" if section.open_tables else "scroll"
+    tables = "\n".join(_table(table, look) for table in section.tables if table.rows)
     if section.open_tables:
         parts.append(tables)
     elif tables:
@@ -108,13 +109,13 @@ def _json(data: Any) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, look: str = "scroll") -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = ["<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in table.rows[:_MOST_ROWS]]
     more = len(table.rows) - len(rows)
     note = f" ({more:,} more rows are in the section's JSON)" if more > 0 else ""
     return (
-        f'<div class="scroll" tabindex="0"><table><caption>{escape(table.caption + note)}</caption>'
+        f'<div class="{look}" tabindex="0"><table><caption>{escape(table.caption + note)}</caption>'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody></table></div>"
     )
 

@@ -41,6 +41,8 @@ TIME_COLOURS: Mapping[str, str] = {
 }  # fmt: skip
 _AXES = ("tp", "pp", "shard", "replicate", "dp", "world")
 _LEFT, _BAR, _MOST = 190, 15, 24
+_FAR = 3.0
+"""A capacity beyond so many times the fullest rank is told, not drawn: bars would be slivers."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ def memory_parts(entry: RankLedger) -> tuple[dict[str, float], str]:
     """What one rank holds at its fullest moment, and a note where only a part is known."""
     stores = entry.stores
     if stores.at_peak:
-        return {name: float(stores.at_peak[name]) for name in CATEGORIES if stores.at_peak.get(name)}, ""
-    own = {name: float(getattr(stores, name)) for name in CATEGORIES if getattr(stores, name)}
+        return {str(name): float(stores.at_peak[name]) for name in CATEGORIES if stores.at_peak.get(name)}, ""
+    own: dict[str, float] = {name: float(getattr(stores, name)) for name in CATEGORIES if getattr(stores, name)}
     if not stores.peak:
         return own, "without what comes and goes in a step"
     return own, "each category at its own highest"
@@ -104,17 +106,13 @@ def grouped(bars: Sequence[Bar]) -> list[Bar]:
 
 def memory_picture(bars: Sequence[Bar], capacity: float | None) -> str:
     """Bytes of each rank at its fullest moment against what a device has."""
-    largest = max([bar.total for bar in bars] + ([capacity] if capacity else []))
-    unit = byte_unit(largest)
     title = "Memory of each rank at its fullest moment, by category"
-    return _stacked("memory", title, bars, MEMORY_COLOURS, largest, unit.size, capacity)
+    return _stacked("memory", title, bars, MEMORY_COLOURS, capacity)
 
 
 def time_picture(bars: Sequence[Bar]) -> str:
     """Seconds of one step of each rank by what they went into."""
-    largest = max(bar.total for bar in bars)
-    title = "Where the time of one step goes"
-    return _stacked("time", title, bars, TIME_COLOURS, largest, second_unit(largest).size, None)
+    return _stacked("time", "Where the time of one step goes", bars, TIME_COLOURS, None)
 
 
 def part_name(kind: str, part: str) -> str:
@@ -130,10 +128,7 @@ def drawn(bars: Sequence[Bar]) -> list[Bar]:
     return [bars[index] for index in sorted(kept)]
 
 
-def _stacked(
-    name: str, title: str, bars: Sequence[Bar], colours: Mapping[str, str], largest: float, size: float,
-    capacity: float | None,
-) -> str:  # fmt: skip
+def _stacked(name: str, title: str, bars: Sequence[Bar], colours: Mapping[str, str], capacity: float | None) -> str:
     shown = drawn(bars)
     parts = [part for part in colours if any(part in bar.parts for bar in shown)]
     parts += sorted({part for bar in shown for part in bar.parts if part not in colours})
@@ -141,26 +136,33 @@ def _stacked(
     new_rank = [index > 0 and bar.ranks != shown[index - 1].ranks for index, bar in enumerate(shown)]
     top = 26.0
     bottom = top + len(shown) * (_BAR + 4) + 6 * sum(new_rank) + 4
-    height = bottom + 56 + 20 * legend_lines(entries, _LEFT)
+    height = bottom + 52 + 20 * legend_lines(entries, _LEFT)
     tell = show_bytes if name == "memory" else show_seconds
     fullest = max(shown, key=lambda bar: bar.total)
     told = f"{show_ranks(fullest.ranks)} ({fullest.source}) has most: {tell(fullest.total)}"
     told += f"; a device has {tell(capacity)}" if capacity else ""
     picture = Picture(name, height, title, told)
+    near = capacity is not None and capacity <= _FAR * fullest.total
+    largest = max(fullest.total, capacity or 0.0) if near else fullest.total
     unit = byte_unit(largest) if name == "memory" else second_unit(largest)
-    assert unit.size == size
     scale = Scale(0.0, largest * 1.04, _LEFT, WIDTH - 30)
     draw_x_axis(picture, scale, top - 6, bottom, unit, "memory" if name == "memory" else "time in one step")
     y = top
     for index, bar in enumerate(shown):
         y += 6 if new_rank[index] else 0
-        first = index == 0 or new_rank[index]
-        _bar(picture, name, bar, parts, colours, scale, y, named=first)
+        _bar(picture, name, bar, parts, colours, scale, y, named=index == 0 or new_rank[index])
         y += _BAR + 4
     if capacity:
-        x = scale(capacity)
-        picture.line(x, top - 8, x, bottom, "limit", f"a device has {tell(capacity)}")
-        picture.text(x, top - 12, f"capacity {tell(capacity)}", "end strong" if x > WIDTH / 2 else "strong")
+        words = f"capacity {tell(capacity)}"
+        if near:
+            x = scale(capacity)
+            picture.line(x, top - 8, x, bottom, "limit", words)
+            picture.text(x, top - 12, words, "end strong" if x > WIDTH / 2 else "strong")
+        else:
+            times = capacity / fullest.total
+            picture.text(
+                WIDTH - 30, top - 12, f"{words}: far to the right, {times:.3g} times the fullest", "end strong"
+            )
     draw_legend(picture, _LEFT, bottom + 56, entries)
     return str(picture)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from meshwright.observe.report_svg import WIDTH, Picture, show_bytes
+from meshwright.observe.report_svg import Picture, show_bytes
 from meshwright.observe.report_traffic import Traffic
 
 _SHADES = ("#fff7bc", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#8c2d04")
 """One hue from light to dark (ColorBrewer YlOrBr), legible with every colour vision and in grey."""
-_LEFT, _TOP, _SIZE = 90, 46, 520
+_LEFT, _TOP, _LARGEST = 90, 46, 520
 _SEPARATE = 48
 """Up to this many rows, each is named."""
 
@@ -28,9 +28,10 @@ def traffic_picture(traffic: Traffic, count: int, what: str, per_node: int | Non
     title = f"Bytes sent in one step, {what} to {what}"
     (sender, receiver), most = max(totals.items(), key=lambda item: item[1])
     told = f"{len(totals)} pairs; the most is {show_bytes(most)} from {what} {sender} to {what} {receiver}"
-    picture = Picture("traffic", _TOP + _SIZE + 44, title, told)
-    cell = _SIZE / count
-    picture.rect(_LEFT, _TOP, _SIZE, _SIZE, "#f4f4f4")
+    side = min(_LARGEST, max(220.0, 30.0 * count))
+    picture = Picture("traffic", _TOP + max(side, 200.0) + 20, title, told)
+    cell = side / count
+    picture.rect(_LEFT, _TOP, side, side, "#f4f4f4")
     for pair, size in totals.items():
         axes = ", ".join(f"{axis} {show_bytes(part)}" for axis, part in traffic[pair].items() if part)
         inside = pair[0] == pair[1]
@@ -42,9 +43,9 @@ def traffic_picture(traffic: Traffic, count: int, what: str, per_node: int | Non
     if per_node and per_node < count:
         for index in range(0, count + 1, per_node):
             at = index * cell
-            picture.line(_LEFT + at, _TOP, _LEFT + at, _TOP + _SIZE, "node")
-            picture.line(_LEFT, _TOP + at, _LEFT + _SIZE, _TOP + at, "node")
-    _shades(picture, low, high)
+            picture.line(_LEFT + at, _TOP, _LEFT + at, _TOP + side, "node")
+            picture.line(_LEFT, _TOP + at, _LEFT + side, _TOP + at, "node")
+    _shades(picture, low, high, _LEFT + side + 40)
     return str(picture)
 
 
@@ -61,13 +62,13 @@ def _names(picture: Picture, count: int, cell: float, what: str) -> None:
         picture.text(_LEFT - 6, _TOP + middle + 4, str(index), "end small")
         if index % (across * step) == 0:
             picture.text(_LEFT + middle, _TOP - 6, str(index), "middle small")
-    picture.text(_LEFT + _SIZE / 2, _TOP - 24, f"receiving {what}", "middle")
-    picture.upright(18, _TOP + _SIZE / 2, f"sending {what}")
+    picture.text(_LEFT + count * cell / 2, _TOP - 24, f"receiving {what}", "middle")
+    picture.upright(18, _TOP + count * cell / 2, f"sending {what}")
 
 
-def _shades(picture: Picture, low: float, high: float) -> None:
+def _shades(picture: Picture, low: float, high: float, x: float) -> None:
     """What the shades mean, each with the least it stands for."""
-    x, y = _LEFT + _SIZE + 40, _TOP + 10
+    y = _TOP + 10
     picture.text(x, y, "bytes a step, at least", "strong")
     shades = len(_SHADES) if high > low * (1 + 1e-9) else 1
     for index in range(shades):
@@ -77,4 +78,3 @@ def _shades(picture: Picture, low: float, high: float) -> None:
     row = y + 14 + 22 * shades + 6
     picture.rect(x, row, 24, 18, "#f4f4f4")
     picture.text(x + 32, row + 13, "nothing")
-    assert x + 150 < WIDTH

@@ -103,13 +103,12 @@ def _no_ledger(records: Records, predicted: Predicted) -> str:
 
 def time_section(records: Records, predicted: Predicted) -> Section:
     """Seconds of a step by what they went into: measured of each rank, predicted of each pipeline rank's."""
-    measured = [
+    bars = [
         Bar((entry.rank,), ledger.source, time_parts(entry.spends))
-        for ledger in records.ledgers
+        for ledger in ledgers_of(records, predicted)
         for entry in ledger.ranks
         if entry.spends is not None
     ]
-    bars = [*predicted.times, *measured]
     title = "Where the time of a step goes"
     if not bars:
         why = predicted.absent.get("time", "")
@@ -120,10 +119,10 @@ def time_section(records: Records, predicted: Predicted) -> Section:
         "One step of each rank: compute by phase, communication during which nothing was computed by axis, waiting for "
         "the slowest rank of a group, the pipeline's bubble, data, and the rest."
     ]
-    steps = sorted({ledger.step for ledger in records.ledgers if ledger.step and measured})
+    steps = sorted({ledger.step for ledger in records.ledgers if ledger.step})
     if steps:
         words.append(f"Measured in step {steps[0]}; timing every part makes that step slower than the others.")
-    words += sorted({bar.note for bar in predicted.times if bar.note})
+    words += [predicted.time_note] if predicted.time_note else []
     return Section(
         "time", title, words,
         pictures=[time_picture(shown)],
@@ -300,7 +299,7 @@ def _worst(ledgers: Sequence[Ledger]) -> list[Difference]:
 
 
 def _difference(one: Difference) -> list[Cell]:
-    values = [one.values.get(source) for source in ("predicted", "traced", "measured")]  # type: ignore[call-overload]
+    values = [one.values.get(source) for source in ("predicted", "traced", "measured")]
     return [one.quantity, one.rank, *values, f"{one.relative:.2%}"]
 
 

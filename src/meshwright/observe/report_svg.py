@@ -166,27 +166,24 @@ def show_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-def draw_legend(
-    picture: Picture, x: float, y: float, entries: Sequence[tuple[str, str]], width: float = WIDTH
-) -> float:
-    """Names beside colours, in as many lines as they take; returns the height."""
+def draw_legend(picture: Picture, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
+    """Names beside colours, in as many lines as they take."""
     left, top = x, y
     for name, colour in entries:
         long = 30 + 6.9 * len(name)
-        if left + long > width and left > x:
+        if left + long > WIDTH and left > x:
             left, top = x, top + 20
         picture.rect(left, top - 10, 14, 12, colour)
         picture.text(left + 20, top, name)
         left += long
-    return top - y + 20
 
 
-def legend_lines(entries: Sequence[tuple[str, str]], x: float, width: float = WIDTH) -> int:
+def legend_lines(entries: Sequence[tuple[str, str]], x: float) -> int:
     """How many lines ``draw_legend`` will take."""
     left, lines = x, 1
     for name, _ in entries:
         long = 30 + 6.9 * len(name)
-        if left + long > width and left > x:
+        if left + long > WIDTH and left > x:
             left, lines = x, lines + 1
         left += long
     return lines
