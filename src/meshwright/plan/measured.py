@@ -13,7 +13,8 @@ class MeasuredCollectives:
     """The measured entries of a cluster, by operation and level.
 
     Between the measured sizes of a message seconds are interpolated, beyond the largest they grow with the bytes;
-    without points they are ``alpha + beta * bytes``. Of the entries the one nearest in group size is taken, then the one nearest in number of groups.
+    without points they are ``alpha + beta * bytes``. Of the entries the one nearest in group size is taken, then the
+    one nearest in number of groups.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
