@@ -31,9 +31,18 @@ class Held:
     at_peak: tuple[int, int]
     """Activations and temporary bytes at the moment their sum is highest."""
 
+    def more(self, size: int) -> Held:
+        """With so many temporary bytes more, from beginning to end."""
+        return Held(self.activations, self.temporary + size, (self.at_peak[0], self.at_peak[1] + size))
+
 
 def held(job: Job, place: Place) -> Held:
     """What a rank of a resolved job holds beside its state."""
+    return held_in_step(job, place).more(lane_bytes(job, place))
+
+
+def held_in_step(job: Job, place: Place) -> Held:
+    """The same without the rows of the optimizer (``state.lane_bytes``): equal on all ranks of a pipeline rank."""
     step = _Step(job, place)
     step.run()
     tape = step.tape
@@ -46,7 +55,7 @@ class _Step:
     def __init__(self, job: Job, place: Place) -> None:
         self.job, self.place, self.layout = job, place, job.layout
         self.divided = division(job, place)
-        self.tape = Tape(used=_batches(job, place) + lane_bytes(job, place) + _numbers(job, place))
+        self.tape = Tape(used=_batches(job, place) + _numbers(job, place))
         self.splits = self.layout.pp > 1 and self.layout.schedule in SPLIT_BACKWARD_SCHEDULES
         self.group_flight = (
             GroupFlight(self.divided, place.parameter_bytes, place.wide_bytes) if self.divided.grouped else None
@@ -110,7 +119,7 @@ class _Step:
         pp, boundary = place.coordinates.pp, place.boundary_bytes
         posted = receives(*sizes)[pp]
         left = dict.fromkeys(self.stages, place.micro_batches)
-        for done, (kind, number, _) in enumerate(table(*sizes).rows[pp]):
+        for done, (kind, number, micro_batch) in enumerate(table(*sizes).rows[pp]):
             tape.use(boundary * len(posted[done]))
             walk = self.stages[number]
             split = self.splits and not self._whole(walk.stage)
@@ -120,16 +129,16 @@ class _Step:
                 left[number] -= 1
                 self._backward(walk, last=left[number] == 0)
             elif kind == "I" and number > 0:
-                walk.input_backward()
+                walk.input_backward(micro_batch, self.stages.get(number + 1))
             elif kind == "W" and split:
                 left[number] -= 1
-                self._weights(walk, last=left[number] == 0)
+                self._weights(walk, micro_batch, last=left[number] == 0)
 
-    def _weights(self, walk: StageWalk, *, last: bool) -> None:
+    def _weights(self, walk: StageWalk, micro_batch: int, *, last: bool) -> None:
         flight = None
         if self.group_flight is None and self.divided.degree > 1 and (last or self.divided.every_step):
             flight = self._flight(walk.stage)
-        walk.weight_backward(flight)
+        walk.weight_backward(micro_batch, flight)
         if flight is not None:
             flight.settle(self.tape)
 
@@ -146,6 +155,7 @@ class _Step:
             if divided.copies > 1:
                 tape.touch(sum(self._across_copies()))
         self._sum_replicated()
+        self._sum_tied()
         if self.layout.dp > 1 and divided.shards > 1 and not divided.grouped:
             flat = buckets(self.job, self.place, divided)
             tape.touch(max(gather_staging(bucket.size * self.place.parameter_bytes) for bucket in flat))
@@ -172,6 +182,17 @@ class _Step:
             self.tape.touch(flat, tp * flat, tp * flat)
         else:
             self.tape.touch(flat, flat // tp * (tp - 1))
+
+    def _sum_tied(self) -> None:
+        """Gradients of a tied embedding whose two copies stand on two ranks, range by range."""
+        stages = self.place.stages
+        here = [stage for stage in stages if stage.first or stage.last]
+        if not self.place.spec.tied or self.layout.pp == 1 or len(here) != 1:
+            return
+        ranges = [piece for unit in units(self.job, self.place) for piece in unit.ranges()]
+        most = max((piece.count for piece in ranges if piece.tensor.embedding), default=0) * self.place.wide_bytes
+        if most <= ONE_ROUND:
+            self.tape.touch(2 * most, 2 * most)
 
 
 def _batches(job: Job, place: Place) -> int:

@@ -97,7 +97,7 @@ class LayerWalk(Walk):
             tape.drop(x.own)
 
     def _mlp_backward(self) -> None:
-        tape, x, spec = self.tape, self.x, self.x.spec
+        x, spec = self.x, self.x.spec
         dropped = self.dropout_backward()
         size = spec.hidden * x.element
         self.row_backward(x.inner * size, size if spec.mlp_bias else 0, x.ffn, x.ffn, drop=dropped)
@@ -127,7 +127,7 @@ class LayerWalk(Walk):
         self.free(x.up)
 
     def _attention_backward(self, policy: Recompute, mask: int) -> None:
-        tape, x, spec = self.tape, self.x, self.x.spec
+        x, spec = self.x, self.x.spec
         dropped = self.dropout_backward()
         size, width = spec.hidden * x.element, x.heads * spec.head_size
         own_output = policy == "selective" or spec.attention_dropout > 0
@@ -170,7 +170,8 @@ class LayerWalk(Walk):
         self.product_weights(width * size, size if spec.output_bias else 0, x.own, 0)
         self.norm_weights(x.own)
         self.product_weights(rows * size, rows * x.element if spec.mlp_bias else 0, x.up, x.own)
-        self.product_weights(x.inner * size, size if spec.mlp_bias else 0, x.own, x.ffn)
+        # Split over ranks, a row-split product's input is saved by a node of its own, which goes with the graph.
+        self.product_weights(x.inner * size, size if spec.mlp_bias else 0, x.own, x.ffn if x.tp == 1 else 0)
         return int(before - self.tape.kept)
 
     # -- embedding ------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class LayerWalk(Walk):
         return int(10 * self.x.tokens + 3 * self.x.row)
 
     def head_backward(self, *, tied: bool) -> None:
-        """``tied``: the weight's gradient waits for the embedding's. The loss stays, and a one to start from is used."""
+        """The loss stays; a one to start from is used. ``tied``: the weight's gradient waits for the embedding's."""
         tape, x, spec = self.tape, self.x, self.x.spec
         tape.use(x.wide)
         tape.use(2 * x.row)

@@ -93,7 +93,8 @@ class GroupFlight:
 
     def __init__(self, divided: Division, element: int, wide: int) -> None:
         self._divided, self._element, self._wide = divided, element, wide
-        self._older = 0
+        self.older = 0
+        """Buffers of the reduction under way."""
 
     def gathered(self, group: Group) -> int:
         """Bytes of a group's whole parameters."""
@@ -121,10 +122,10 @@ class GroupFlight:
         arrived = 0 if fresh or self._divided.every_step else group.row * self._wide
         staging = whole if self._divided.every_step else scatter_staging(whole, self._divided.shards)
         tape.use(arrived, staging)
-        tape.drop(self._older, last)
-        self._older = whole + arrived + staging
+        tape.drop(self.older, last)
+        self.older = whole + arrived + staging
 
     def settle(self, tape: Tape) -> None:
         """End what is under way."""
-        tape.drop(self._older)
-        self._older = 0
+        tape.drop(self.older)
+        self.older = 0

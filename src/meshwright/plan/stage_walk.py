@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 from meshwright.plan.extents import Extents
 from meshwright.plan.layer_walk import LayerWalk
 from meshwright.plan.place import StagePlace
 from meshwright.plan.reductions import BucketFlight, GroupFlight
 from meshwright.plan.state import Group
-from meshwright.plan.tape import Tape
+from meshwright.plan.tape import Stretch, Tape
+
+_State = tuple[bool, bool, bool, int]
 
 
 @dataclass
@@ -32,9 +35,32 @@ class StageWalk:
     flight: GroupFlight | None = None
     frees: bool = False
     """Parameters are freed after each use (ZeRO-3)."""
+    waiting: set[int] = field(default_factory=set)
+    """Micro-batches whose input part has run and whose weight part has not."""
+    owning: set[int] = field(default_factory=set)
+    """Those whose input is the output of the stage before and held here alone."""
     _rest_there: bool = False
     _blocks_there: bool = False
     _fresh: bool = True
+    _known: dict[Hashable, tuple[Stretch, _State]] = field(default_factory=dict)
+    """Passes that have run: what they did to the levels, and to the parameters that come and go."""
+
+    def _repeat(self, name: Hashable, run: Callable[[], None]) -> None:
+        """Run a pass, or play again what it did when everything was as it is now."""
+        key = (name, self._state)
+        if key not in self._known:
+            step, self.tape = self.tape, Tape()
+            run()
+            self._known[key] = (self.tape.stretch(), self._state)
+            self.tape = step
+        stretch, (self._rest_there, self._blocks_there, self._fresh, older) = self._known[key]
+        self.tape.play(stretch)
+        if self.flight:
+            self.flight.older = older
+
+    @property
+    def _state(self) -> _State:
+        return (self._rest_there, self._blocks_there, self._fresh, self.flight.older if self.flight else 0)
 
     def _walk(self) -> LayerWalk:
         return LayerWalk(self.x, self.tape, gathered=self.flight is not None)
@@ -62,6 +88,9 @@ class StageWalk:
 
     def forward(self, *, again: bool) -> None:
         """``again``: another micro-batch's graph is still there (without a pipeline)."""
+        self._repeat(("forward", again), lambda: self._forward(again=again))
+
+    def _forward(self, *, again: bool) -> None:
         tape, walk, layers = self.tape, self._walk(), len(self.stage.layers)
         self._gather_rest()
         gathers = self.block is not None and not self._blocks_there
@@ -102,7 +131,13 @@ class StageWalk:
 
     def backward(self, buckets: BucketFlight | None = None) -> None:
         """The whole backward pass; ``buckets``: start their reductions as they fill."""
-        tape, x, walk, stage = self.tape, self.x, self._walk(), self.stage
+        if buckets is None:
+            self._repeat("backward", self._backward)
+        else:
+            self._backward(buckets)
+
+    def _backward(self, buckets: BucketFlight | None = None) -> None:
+        x, walk, stage = self.x, self._walk(), self.stage
         walk.buckets = buckets
         tied = stage.first and stage.last and x.spec.tied
         layers = len(stage.layers)
@@ -189,8 +224,19 @@ class StageWalk:
 
     # -- backward in two parts ------------------------------------------------------------------------
 
-    def input_backward(self) -> None:
-        """Gradients of activations alone: everything saved stays for the weight part, and what that starts from."""
+    def input_backward(self, micro_batch: int, after: StageWalk | None) -> None:
+        """Gradients of activations alone: everything saved stays for the weight part, and what that starts from.
+
+        ``after``: the stage after this one, if it stands on the same rank.
+        """
+        self._repeat("input", self._input_backward)
+        if after is not None and micro_batch in after.waiting:
+            after.owning.add(micro_batch)
+        elif not self.stage.last:
+            self.tape.free(self.x.own)
+        self.waiting.add(micro_batch)
+
+    def _input_backward(self) -> None:
         tape, x, stage = self.tape, self.x, self.stage
         walk = LayerWalk(x, tape, part="input")
         if stage.last:
@@ -201,10 +247,8 @@ class StageWalk:
         if stage.last:
             tape.free(walk.loss_numbers)
             tape.drop(x.wide)
-        else:
-            tape.free(x.own)
 
-    def weight_backward(self, buckets: BucketFlight | None = None) -> None:
+    def weight_backward(self, micro_batch: int, buckets: BucketFlight | None = None) -> None:
         """Gradients of weights, from the input on: all of the stage's are there together at the end."""
         tape, x, stage = self.tape, self.x, self.stage
         walk = LayerWalk(x, tape, gathered=True)
@@ -216,8 +260,11 @@ class StageWalk:
             walk.product_weights(x.columns * x.spec.hidden * x.element, 0, 0, x.own)
             left += x.logits
         tape.free(left)
-        if stage.layers:
-            # The last layer's output was the stage's and is gone, or fed the final norm; the input is not of here.
+        self.waiting.discard(micro_batch)
+        if micro_batch in self.owning:
+            self.owning.discard(micro_batch)
+        else:
+            # Its input was counted among its activations, but is a buffer or the output of the stage before.
             tape.kept += x.own
         if self._mask_stays:
             tape.free(self._masks)
