@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.job.cluster import ClusterSpec, Level, Measured
 from meshwright.plan.arrays import Floats, Ints
+from meshwright.plan.shape import Value
 
 
 class MeasuredCollectives:
@@ -26,7 +26,7 @@ class MeasuredCollectives:
         """Whether anything was measured at this level."""
         return any(found == level for _, found in self._entries)
 
-    def seconds(self, operation: str, level: Level, size: Ints, groups: Floats | Ints, payload: Floats) -> Floats:
+    def seconds(self, operation: str, level: Level, size: Ints, groups: Floats | Ints, payload: Value) -> Floats:
         """Of one call by ``groups`` groups of ``size`` ranks at once; 0 for a group of one.
 
         Args:
@@ -49,16 +49,16 @@ class MeasuredCollectives:
         return result
 
 
-def _nearest(entries: list[Measured], size: NDArray[np.int64], groups: NDArray[np.float64]) -> NDArray[np.int64]:
+def _nearest(entries: list[Measured], size: Ints, groups: Floats | Ints) -> Ints:
     distances = [
         1000.0 * np.abs(np.log(size / entry.ranks)) + np.abs(np.log(groups / entry.groups)) for entry in entries
     ]
-    return np.argmin(np.stack(distances), axis=0)
+    return np.asarray(np.argmin(np.stack(distances), axis=0))
 
 
-def _rounds(size: NDArray[np.int64], measured: int) -> Floats:
+def _rounds(size: Ints, measured: int) -> Floats:
     """A group larger than any measured talks to more peers."""
-    return np.maximum(1.0, (size - 1) / max(1, measured - 1))
+    return np.asarray(np.maximum(1.0, (size - 1) / max(1, measured - 1)))
 
 
 def _of(entry: Measured, payload: Floats) -> Floats:
@@ -67,4 +67,4 @@ def _of(entry: Measured, payload: Floats) -> Floats:
         return straight
     sizes, seconds = np.array(entry.points).T
     inside = np.interp(payload, sizes, seconds)
-    return np.where(payload > sizes[-1], seconds[-1] * payload / sizes[-1], inside)
+    return np.asarray(np.where(payload > sizes[-1], seconds[-1] * payload / sizes[-1], inside))

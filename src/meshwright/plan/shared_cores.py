@@ -81,9 +81,9 @@ class _Step:
         self.pure = replace(machine, launch=0.0, dispatch=0.0, bandwidth=np.inf)
         """Matrix products and attention alone."""
         self.element = machine.element
-        self.rows = layouts.micro_batch * shape.sequence
-        self.m = layouts.micro_batches.astype(float)
-        self.here = np.minimum(layouts.ranks, cluster.devices_per_node).astype(float)
+        self.rows: Floats = np.asarray(layouts.micro_batch * shape.sequence, float)
+        self.m: Floats = layouts.micro_batches.astype(np.float64)
+        self.here: Floats = np.minimum(layouts.ranks, cluster.devices_per_node).astype(np.float64)
         """Ranks on a node."""
         self.dearer = _dearer(cluster, self.here)
         self.idle_cores = np.clip(host.cores / self.here - 1, 0, 1)
@@ -162,12 +162,14 @@ class _Step:
         shape, tp = self.shape, self.layouts.tp
         per_layer = shape.split_parameters() / tp + shape.whole_parameters()
         alone = 1.0 * rank.head * (1.0 - shape.tied * (self.layouts.pp == 1))
-        return rank.layers * per_layer + (1.0 * rank.embedding + alone) * shape.vocabulary * shape.hidden / tp
+        return np.asarray(
+            rank.layers * per_layer + (1.0 * rank.embedding + alone) * shape.vocabulary * shape.hidden / tp
+        )
 
     @property
     def parameters(self) -> Floats:
         """Of the pipeline rank that holds most."""
-        return np.maximum.reduce([self._parameters_of(rank) for rank in self.ranks])
+        return np.asarray(np.maximum.reduce([self._parameters_of(rank) for rank in self.ranks]))
 
     def _tensor(self, rank: Held) -> Floats:
         """The collectives of one micro-batch along tp, by ``parallel/tensor.py``'s table."""

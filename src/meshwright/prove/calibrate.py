@@ -164,7 +164,8 @@ def measure_contention(ranks: int, seconds: float) -> dict[int, float]:
 
 def step_for(seconds: float) -> list[float]:
     """Runs on a rank that is alone in its group: seconds of each step until the time is over."""
-    times, deadline = [], time.perf_counter() + seconds
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
     while not times or time.perf_counter() < deadline:
         times += step_times(program_job(_BESIDE), 12 if seconds else 1)
     return times

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -86,10 +86,11 @@ def _by_clock(case: Callable[[], object], repeats: int) -> float:
 
 
 def _by_events(case: Callable[[], object], repeats: int) -> float:
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event
+    began, ended = event(enable_timing=True), event(enable_timing=True)
+    began.record()
     for _ in range(repeats):
         case()
-    ended.record()  # type: ignore[no-untyped-call]
-    ended.synchronize()  # type: ignore[no-untyped-call]
-    return float(began.elapsed_time(ended)) * 1e-3 / repeats  # type: ignore[no-untyped-call]
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) * 1e-3 / repeats
