@@ -17,8 +17,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.collectives import all_gather_json
+from meshwright.comm.shared_memory import channel_of, close_channel, open_channel
 from meshwright.errors import InputError
 from meshwright.job.grid import GRID_AXES, Coordinates, coordinates, grid_shape
 from meshwright.job.layout import V_SCHEDULES, Layout
@@ -64,10 +67,12 @@ class Mesh:
         self._world = dist.group.WORLD if world_group is None else world_group
         self._grid = torch.tensor(order, dtype=torch.int).view(grid_shape(layout))
         self._owned: list[dist.ProcessGroup] = []
+        self._shared: list[dist.ProcessGroup] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._alone: dist.ProcessGroup | None = None
         self._make_groups()
+        self._share_memory()
         self._coordinates = {axis: ranks.index(self.rank) for axis, ranks in self._ranks.items()}
         self._axis_of_name: dict[str, str] = {
             str(group.group_name): axis for axis, group in self._groups.items() if group is not self._alone
@@ -106,6 +111,15 @@ class Mesh:
             if self.rank in row:
                 self._groups[axis], self._ranks[axis] = group, tuple(row)
                 self._owned.append(group)
+
+    def _share_memory(self) -> None:
+        """Let the CPU ranks of each group that are all on one host exchange through memory."""
+        if self.device_type != "cpu" or dist.get_backend(self._world) == "fake":
+            return
+        for group in dict.fromkeys(group for axis, group in self._groups.items() if self.degree(axis) > 1):
+            if channel_of(group) is None:
+                open_channel(group, all_gather_json)
+                self._shared.append(group)
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along ``axis``: its rank inside ``group(axis)``."""
@@ -156,7 +170,9 @@ class Mesh:
         """The torch mesh of the named grid axes, in grid order, or of ``"dp"`` alone; without names: all of them."""
         if axes == ("dp",):
             return self._dp
-        return self._root[axes if len(axes) > 1 else axes[0]] if axes else self._root
+        # Ranks have numbers also where the model's tensors have none.
+        with unset_fake_temporarily():
+            return self._root[axes if len(axes) > 1 else axes[0]] if axes else self._root
 
     @property
     def device(self) -> torch.device:
@@ -165,6 +181,9 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups this mesh made; the default group stays. Calling it again does nothing."""
+        for group in self._shared:
+            close_channel(group)
+        self._shared = []
         owned, self._owned = self._owned, []
         for group in reversed(owned):
             dist.destroy_process_group(group)

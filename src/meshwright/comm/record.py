@@ -38,6 +38,11 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backend: whose wire bytes: ``"gloo"`` or ``"nccl"``.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against the compiler around every operation: nothing is compiled inside."""
+        return False
+
     def __init__(self, axis_of: Callable[[dist.ProcessGroup], str], backend: str = "gloo") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic(axis_of, backend)
@@ -77,6 +82,9 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Let it take itself apart: its local operations and collectives come by here one by one.
             return NotImplemented
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # A fake tensor is asked for its device.
+            return func(*args, **kwargs)
         self.storages.see_arguments(args)
         if kwargs:
             self.storages.see_arguments(kwargs.values())

@@ -139,7 +139,7 @@ class PipelineExecutor:
         Raises:
             InputError: the schedule cannot run that number of micro-batches.
         """
-        schedule, stages = self._prepare(len(batches), self._tokens(batches))
+        schedule, stages = self.prepare(batches)
         for stage in stages:
             stage.begin_step()
         losses: list[Tensor] = []
@@ -163,14 +163,19 @@ class PipelineExecutor:
             raise InputError(f"micro-batches: a pipeline step runs micro-batches of one shape, got {sorted(shapes)}")
         return batches[0].tokens.numel() // self._tp
 
-    def _prepare(self, micro_batches: int, tokens: int) -> tuple[PipelineScheduleMulti, list[Stage]]:
-        key = (micro_batches, tokens)
+    def prepare(self, batches: Sequence[MicroBatch]) -> tuple[PipelineScheduleMulti, list[Stage]]:
+        """Make the schedule for such micro-batches, unless it is the last one that was made; ``run`` does it itself.
+
+        Raises:
+            InputError: the schedule cannot run that number of micro-batches.
+        """
+        key = (len(batches), self._tokens(batches))
         if key not in self._prepared:
             layout = self._layout
-            wrong = micro_batch_rule(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+            wrong = micro_batch_rule(layout.schedule, layout.pp, layout.virtual_stages, len(batches))
             if wrong:
                 raise InputError(wrong)
-            self._prepared = {key: self._build(micro_batches, tokens)}
+            self._prepared = {key: self._build(*key)}
         return self._prepared[key]
 
     def _build(self, micro_batches: int, tokens: int) -> tuple[PipelineScheduleMulti, list[Stage]]:

@@ -291,6 +291,8 @@ class ShardedDataParallel:
         group.gradient_divide_factor = 1.0
         group.force_sum_reduction_for_comms = True
         group._reduce_scatter_comm = reduction
+        # The masters are views of the shards, so FSDP2 must not look whether to lay them out anew.
+        group._reset_sharded_params = True
         if group.device.type == "cpu":
             group._all_gather_comm = _Gather()
         return reduction

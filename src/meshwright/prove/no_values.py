@@ -14,10 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
+_DEVICE = torch.ops.prim.device.default
+"""Every look at ``tensor.device`` is an operation on fake tensors, half of all that there are."""
 _MESSAGES = (_c10d.send.default, _c10d.recv_.default)
 _WRITES = (_aten.copy_.default, _aten.add_.Tensor, _aten.mul_.Tensor)
 _WRITES_OUT = (_aten.add.out, _aten.maximum.out, _aten.minimum.out)
@@ -25,6 +28,11 @@ _WRITES_OUT = (_aten.add.out, _aten.maximum.out, _aten.minimum.out)
 
 class NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it inside a ``FakeTensorMode``; see the module."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against the compiler around every operation: nothing is compiled here."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,16 +44,19 @@ class NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Answer one operation, or pass it on to the fake tensors."""
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            return _stated(args[0].dtype)
-        if func in _WRITES:
-            return args[0]
-        if func in _WRITES_OUT and kwargs["out"].shape == args[0].shape:
-            return kwargs["out"]
         if func in _MESSAGES:
             if func not in self._finished:
                 self._finished[func] = func(*args, **kwargs)
             return self._finished[func]
+        if args and isinstance(args[0], FakeTensor):
+            if func is _aten._local_scalar_dense.default:
+                return _stated(args[0].dtype)
+            if func is _DEVICE:
+                return args[0].fake_device
+            if func in _WRITES:
+                return args[0]
+            if func in _WRITES_OUT and kwargs["out"].shape == args[0].shape:
+                return kwargs["out"]
         return func(*args, **kwargs)
 
 

@@ -26,6 +26,7 @@ from meshwright.errors import InputError
 from meshwright.job.job import Job
 from meshwright.job.schedule_rules import micro_steps
 from meshwright.ledger.ledger import Ledger, RankLedger
+from meshwright.parallel.pipeline import PipelineExecutor
 from meshwright.prove.no_values import NoValues
 from meshwright.train.measured import instruments_for
 from meshwright.train.trainer import Trainer
@@ -51,15 +52,28 @@ def trace(job: Job, ranks: Sequence[int]) -> Ledger:
 
 
 def _trace_rank(job: Job, rank: int) -> RankLedger:
-    with _alone_as(rank, job.layout.ranks), Mesh(job.layout) as mesh, FakeTensorMode(), NoValues():
-        trainer = Trainer(job, mesh, abstract=True)
-        for _ in range(_first_steps(job)):
-            trainer.step(_batches(job))
-        instruments = instruments_for(trainer)
-        with instruments.counting():
-            batches = _batches(job)
-            trainer.step(batches)
+    layout = job.layout
+    assert layout.micro_batch is not None
+    micro_batches = micro_steps(job.batch.global_size, layout.micro_batch, layout.dp)
+    uncompiled = job.train.model_copy(update={"compile": False})
+    with _alone_as(rank, layout.ranks), Mesh(layout) as mesh, FakeTensorMode():
+        trainer = Trainer(job.model_copy(update={"train": uncompiled}), mesh, abstract=True)
+        with NoValues():
+            _do_first_things(trainer, job, micro_batches)
+            instruments = instruments_for(trainer)
+            with instruments.counting():
+                trainer.step(_batches(job, micro_batches))
         return instruments.entry()
+
+
+def _do_first_things(trainer: Trainer, job: Job, micro_batches: int) -> None:
+    """What the first step does besides what every step does, so that the next one is a steady one."""
+    if isinstance(trainer.executor, PipelineExecutor):
+        trainer.executor.prepare(_batches(job, micro_batches))
+    if job.layout.zero >= 2 and job.layout.shard_degree > 1:
+        # The first forward pass makes FSDP2's gather buffers; the last line frees them again.
+        trainer.executor.evaluate(_batches(job, 1), 1.0)
+        trainer.data_parallel.publish()
 
 
 @contextmanager
@@ -77,13 +91,8 @@ def _alone_as(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _first_steps(job: Job) -> int:
-    """Steps before the first steady one: FSDP2 makes its gather buffers in the first; nothing else is put off."""
-    return 1 if job.layout.zero >= 2 and job.layout.shard_degree > 1 else 0
-
-
-def _batches(job: Job) -> list[Batch]:
-    """One rank's micro-batches of a step; document numbers where the job masks documents."""
+def _batches(job: Job, number: int) -> list[Batch]:
+    """One rank's micro-batches; with document numbers where the job masks documents."""
     assert job.layout.micro_batch is not None
     rows, length = job.layout.micro_batch, job.data.sequence_length
 
@@ -98,5 +107,5 @@ def _batches(job: Job) -> list[Batch]:
             documents=numbers(rows, length) if job.data.document_mask else None,
             examples=numbers(rows),
         )
-        for _ in range(micro_steps(job.batch.global_size, rows, job.layout.dp))
+        for _ in range(number)
     ]
