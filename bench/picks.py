@@ -71,7 +71,8 @@ PROGRAMS = {
     "megatron-2021": Program(MEGATRON_2021, _megatron, sequence_parallel=False, dtype="float16"),
     "nanotron-2025": Program(NANOTRON, _nanotron),
 }
-THIS = Program(None, lambda layouts: np.ones(len(layouts), bool))
+THIS = Program(None, lambda layouts: layouts.order == 0)
+"""Everything but other placements than tensor parallel innermost, which never win here."""
 
 
 def best_by_family(space: Space, cluster: ClusterSpec, program: Program) -> dict[Family, Best]:

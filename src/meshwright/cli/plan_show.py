@@ -83,13 +83,16 @@ def _rejected(lines: Sequence[Rejected]) -> Group:
         )
     if len(shown) > _MOST_REJECTED:
         texts.append(Text(f"  and {len(shown) - _MOST_REJECTED} families more, in --json"))
-    grouped: dict[str, list[str]] = {}
+    grouped: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         if line.kind == "illegal":
-            grouped.setdefault(line.reason, []).append(line.family)
-    for reason, families in grouped.items():
-        more = f" and {len(families) - 1} more" if len(families) > 1 else ""
-        texts.append(Text(f"  {families[0]}{more}: {reason}"))
+            value, _, rule = line.reason.removeprefix("rule: ").partition(" ")
+            key, _, number = value.partition("=")
+            grouped.setdefault((key, rule), []).append(number)
+    for (key, rule), numbers in grouped.items():
+        several = sorted(set(numbers), key=lambda number: int(number) if number.isdigit() else 0)
+        families = "family" if len(numbers) == 1 else "families"
+        texts.append(Text(f"  {key}={' or '.join(several)} ({len(numbers)} {families}): {key} {rule}"))
     return Group(*texts)
 
 

@@ -24,7 +24,7 @@ class PlannedLayout(_Part):
     mfu: float
     """Model FLOPs a second over the devices' dense peak."""
     peak_memory_bytes: int
-    """Of the fullest rank."""
+    """Of the fullest rank: to the byte by the predicted ledger, but in ``Plan.pareto`` by the search's closed form."""
     fullest_rank: int
     """A global rank that holds as much as any."""
     binding: str

@@ -8,7 +8,9 @@ from meshwright.job.job import Job
 
 
 def cluster_of(job: Job, given: str | ClusterSpec | None = None, ranks: int | None = None) -> ClusterSpec:
-    """The cluster that ``job`` is planned for.
+    """The cluster that ``job`` is planned for; its device has the memory that a rank may use.
+
+    That is ``cluster.memory_per_rank_bytes``, or the device's less a reserve.
 
     Args:
         job: its ``cluster.machines``, ``cluster.ranks`` and ``cluster.memory_per_rank_bytes`` count.
@@ -30,9 +32,7 @@ def cluster_of(job: Job, given: str | ClusterSpec | None = None, ranks: int | No
     if wanted is not None:
         cluster = with_devices(cluster, wanted)
     budget = job.cluster.memory_per_rank_bytes
-    if budget is not None and budget < cluster.device.memory_bytes:
-        cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": budget})})
-    return cluster
+    return _without_reserve(cluster) if budget is None else _with_memory(cluster, budget)
 
 
 def with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
@@ -67,6 +67,25 @@ def one_rank_a_core(cluster: ClusterSpec) -> ClusterSpec:
     return cluster.model_copy(update={"devices_per_node": cluster.host.cores})
 
 
-def usable_memory(cluster: ClusterSpec) -> int:
-    """Bytes a rank's peak may take of a device's memory."""
-    return cluster.device.memory_bytes
+_RUNTIME_BYTES = 1 << 30
+"""Of an accelerator: its context and the communicators' buffers, which no ledger counts."""
+_FRAGMENTS = 0.02
+"""Part of an accelerator's memory that the allocator cannot use."""
+_SYSTEM = 0.05
+"""Part of a machine's memory that the system and the interpreters take, where ranks are processes."""
+
+
+def _without_reserve(cluster: ClusterSpec) -> ClusterSpec:
+    """The same cluster with only the memory that a rank's peak may take."""
+    memory = cluster.device.memory_bytes
+    if cluster.host is None:
+        usable = round(memory * (1 - _FRAGMENTS)) - _RUNTIME_BYTES
+        note = f"memory: of each device's {memory:,} bytes {_FRAGMENTS:.0%} and 1 GiB are left to fragments and runtime"
+    else:
+        usable = round(memory * (1 - _SYSTEM))
+        note = f"memory: of each rank's {memory:,} bytes {_SYSTEM:.0%} are left to the system"
+    return _with_memory(cluster, max(usable, 1)).model_copy(update={"basis": (*cluster.basis, note)})
+
+
+def _with_memory(cluster: ClusterSpec, memory: int) -> ClusterSpec:
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": memory})})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -11,17 +13,18 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.job.grid import rank_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
+from meshwright.job.layout_text import parse_layout
 from meshwright.plan.answer import Plan, PlannedLayout
 from meshwright.plan.arrays import (
     BINDINGS,
     RECOMPUTES,
-    Evaluation,
     Floats,
     Layouts,
     Work,
     from_layouts,
     to_layout,
 )
+from meshwright.plan.confirm import Candidate, Confirmer, ExactPeak, exact_peak
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.legality import Modes
 from meshwright.plan.machines import cluster_of, one_rank_a_core, with_devices
@@ -79,7 +82,7 @@ def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
     resolved = job.resolve(purpose="plan")
     work = Work.of(resolved)
     began = time.monotonic()
-    entry, _ = evaluated(resolved.layout, work, machines)
+    entry = evaluated(resolved, machines)
     return Plan(
         model=work.spec.name,
         cluster=cluster_words(machines),
@@ -93,19 +96,19 @@ def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
     )
 
 
-def evaluated(layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[PlannedLayout, Evaluation]:
-    """One resolved layout, timed by event simulation.
+def evaluated(job: Job, cluster: ClusterSpec) -> PlannedLayout:
+    """A resolved job's layout: memory to the byte, time by event simulation.
 
     Raises:
         InputError: its stages, recomputation or placement differ from rank to rank in a way that is not planned.
     """
+    work = Work.of(job)
     try:
-        columns = from_layouts([layout], work)
+        columns = from_layouts([job.layout], work)
     except ValueError as error:
         raise InputError(f"{error}, which the planner does not time yet; leave that out") from None
     times = refine(work, cluster, columns)
-    values = evaluate(work, cluster, columns)
-    return _entries(work, cluster, columns, times)[0], values
+    return _entries(work, cluster, columns, times, [exact_peak(job, job.layout)])[0]
 
 
 def check_plannable(job: Job) -> None:
@@ -130,18 +133,16 @@ def cluster_words(cluster: ClusterSpec) -> str:
 
 
 def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began: float, top: int) -> Plan:
-    best = outcome.best
-    if len(best):
-        times = refine(work, cluster, best.layouts)
-        order = np.lexsort((np.arange(len(best)), best.memory, times))
-        chosen = best.layouts.take(order[:top])
-        layouts = _entries(work, cluster, chosen, times[order[:top]])
-        family = Family(pp=int(chosen.pp[0]), tp=int(chosen.tp[0]), dp=int(chosen.dp[0]))
-        placement = _placement(job, to_layout(chosen, 0, work.spec.layers), cluster)
-    else:
-        closest = _closest(outcome)
-        layouts = _entries(work, cluster, closest.layouts, closest.time) if closest else []
-        family, placement = None, ""
+    confirmer = Confirmer(job, cluster.device.memory_bytes)
+    layouts = _best(confirmer, work, cluster, outcome, top)
+    family, placement = None, ""
+    if layouts:
+        chosen = parse_layout(layouts[0].layout)
+        family = Family(pp=chosen.pp, tp=chosen.tp, dp=chosen.dp)
+        placement = _placement(job, chosen, cluster)
+    elif (closest := _closest(outcome)) is not None:
+        exact = exact_peak(job, to_layout(closest.layouts, 0, work.spec.layers))
+        layouts = _entries(work, cluster, closest.layouts, closest.time, [exact])
     front = outcome.pareto.take(_thinned(len(outcome.pareto)))
     return Plan(
         model=work.spec.name,
@@ -150,12 +151,34 @@ def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began:
         illegal=sum(outcome.counts.illegal.values()),
         seconds=time.monotonic() - began,
         layouts=tuple(layouts),
-        rejected=tuple(rejections(work, cluster, outcome, family)),
+        rejected=tuple(rejections(work, cluster, outcome, family, confirmer)),
         pareto=tuple(_entries(work, cluster, front.layouts, front.time)) if len(front) else (),
         points=tuple(outcome.points),
         placement=placement,
         basis=cluster.basis,
     )
+
+
+def _best(confirmer: Confirmer, work: Work, cluster: ClusterSpec, outcome: Outcome, top: int) -> list[PlannedLayout]:
+    """The fastest by simulation that the predicted ledger confirms to fit."""
+    ranked = _candidates(outcome)
+    if not len(ranked):
+        return []
+    times = refine(work, cluster, ranked.layouts)
+    order = np.lexsort((np.arange(len(ranked)), ranked.memory, times))
+    candidates = (
+        Candidate(int(index), to_layout(ranked.layouts, int(index), work.spec.layers), float(ranked.memory[index]))
+        for index in order
+    )
+    found = list(islice(confirmer.fitting(candidates), top))
+    which = np.array([candidate.index for candidate, _ in found], np.int64)
+    return _entries(work, cluster, ranked.layouts.take(which), times[which], [exact for _, exact in found])
+
+
+def _candidates(outcome: Outcome) -> Ranked:
+    """The fastest of all, the fastest of each family and the Pareto front: what is timed by simulation."""
+    parts = [outcome.best, *(result.best for result in outcome.families if result.best is not None), outcome.pareto]
+    return Ranked.join(parts)
 
 
 def _closest(outcome: Outcome) -> Ranked | None:
@@ -167,8 +190,12 @@ def _thinned(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.unique(np.linspace(0, length - 1, min(length, _FRONT)).astype(np.int64)) if length else np.arange(0)
 
 
-def _entries(work: Work, cluster: ClusterSpec, layouts: Layouts, times: Floats) -> list[PlannedLayout]:
-    """Entries of an answer; ``times`` replaces the closed form's step times."""
+def _entries(
+    work: Work, cluster: ClusterSpec, layouts: Layouts, times: Floats, exact: Sequence[ExactPeak] | None = None
+) -> list[PlannedLayout]:
+    """Entries of an answer; ``times`` replaces the closed form's step times, ``exact`` its memory."""
+    if not len(layouts):
+        return []
     values = evaluate(work, cluster, layouts)
     alone = one_device_tokens(work, cluster)
     entries = []
@@ -176,16 +203,20 @@ def _entries(work: Work, cluster: ClusterSpec, layouts: Layouts, times: Floats) 
         layout = to_layout(layouts, index, work.spec.layers)
         seconds = float(times[index])
         speed = work.tokens / seconds
+        peak, rank = round(float(values.peak[index])), fullest_rank(layout, values, index)
+        if exact is not None:
+            peak, rank = exact[index].peak, exact[index].rank
+        fits = peak <= cluster.device.memory_bytes
         entries.append(
             PlannedLayout(
                 layout=str(layout),
-                fits=bool(values.fits[index]),
+                fits=fits,
                 step_time_s=seconds,
                 tokens_per_s=speed,
                 mfu=float(values.mfu[index] * values.step_time[index]) / seconds,
-                peak_memory_bytes=round(float(values.peak[index])),
-                fullest_rank=fullest_rank(layout, values, index),
-                binding=BINDINGS[values.binding[index]],
+                peak_memory_bytes=peak,
+                fullest_rank=rank,
+                binding=BINDINGS[values.binding[index] if fits else 0],
                 useful_speedup=speed / alone,
                 efficiency=speed / alone / cluster.devices,
             )

@@ -11,15 +11,18 @@ from meshwright.job.grid import rank_of
 from meshwright.job.layout import Layout
 from meshwright.plan.answer import Rejected
 from meshwright.plan.arrays import BINDINGS, Evaluation, Layouts, Work, to_layout
+from meshwright.plan.confirm import Confirmer
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.search import FamilyResult, Outcome
 from meshwright.plan.space import Family
 
 
-def rejections(work: Work, cluster: ClusterSpec, outcome: Outcome, chosen: Family | None) -> list[Rejected]:
+def rejections(
+    work: Work, cluster: ClusterSpec, outcome: Outcome, chosen: Family | None, confirmer: Confirmer
+) -> list[Rejected]:
     """One line for every family but the chosen one: what fits but is slower, what does not fit, what is illegal."""
     searched = [result for result in outcome.families if result.family != chosen]
-    lines = _evaluated(work, cluster, searched, float(outcome.best.time[0]) if len(outcome.best) else None)
+    lines = _evaluated(work, cluster, searched, float(outcome.best.time[0]) if len(outcome.best) else None, confirmer)
     legal = {result.family for result in outcome.families}
     rules: dict[Family, dict[str, int]] = defaultdict(dict)
     for (family, rule), count in outcome.counts.illegal.items():
@@ -31,7 +34,9 @@ def rejections(work: Work, cluster: ClusterSpec, outcome: Outcome, chosen: Famil
     return lines
 
 
-def _evaluated(work: Work, cluster: ClusterSpec, results: list[FamilyResult], fastest: float | None) -> list[Rejected]:
+def _evaluated(
+    work: Work, cluster: ClusterSpec, results: list[FamilyResult], fastest: float | None, confirmer: Confirmer
+) -> list[Rejected]:
     if not results:
         return []
     entries = [result.best or result.closest for result in results]
@@ -42,7 +47,15 @@ def _evaluated(work: Work, cluster: ClusterSpec, results: list[FamilyResult], fa
         layout = to_layout(layouts, index, work.spec.layers)
         common = {"family": str(result.family), "layouts": result.evaluated, "closest": str(layout)}
         rank = fullest_rank(layout, values, index)
-        if result.best is None:
+        exact = confirmer.known(layout)
+        if result.best is not None and exact is not None and exact.peak > cluster.device.memory_bytes:
+            lacks = exact.peak - cluster.device.memory_bytes
+            reason = (
+                f"memory: rank {exact.rank} of its fastest needs {exact.peak:,} bytes of "
+                f"{cluster.device.memory_bytes:,} to the byte, {lacks:,} too many; others of it are slower"
+            )
+            lines.append(Rejected(kind="memory", reason=reason, rank=exact.rank, lacks_bytes=lacks, **common))
+        elif result.best is None:
             lacks = lacking(cluster, values, index)
             reason = f"memory: rank {rank} {shortage(cluster, values, index)}"
             lines.append(Rejected(kind="memory", reason=reason, rank=rank, lacks_bytes=lacks, **common))

@@ -11,7 +11,6 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.ledger.ledger import RankLedger, Send
-from meshwright.plan.arrays import Work
 from meshwright.plan.machines import cluster_of, with_devices
 from meshwright.plan.placement import axis_places
 from meshwright.plan.planner import check_plannable, evaluated, representative_ranks
@@ -86,7 +85,7 @@ def compare(job: Job, layouts: Iterable[Layout], cluster: ClusterSpec | str | No
 
 def _one(job: Job, cluster: ClusterSpec) -> Compared:
     layout = job.layout
-    entry, _ = evaluated(layout, Work.of(job), cluster)
+    entry = evaluated(job, cluster)
     ranks = predict(job, representative_ranks(layout), backend="nccl").ranks
     fullest = max(ranks, key=lambda rank: rank.stores.state)
     busiest = max(ranks, key=lambda rank: rank.wire())
