@@ -55,14 +55,16 @@ def _megatron(layouts: Layouts) -> Bools:
     """No sharded state, everything recomputed, one pipeline schedule and its interleaved form, even stages."""
     schedules = np.isin(layouts.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("interleaved")])
     plain = (layouts.last_fewer == 0) & (layouts.order == 0)
-    return (layouts.zero == 0) & (layouts.recompute == RECOMPUTES.index("full")) & schedules & plain
+    chosen: Bools = (layouts.zero == 0) & (layouts.recompute == RECOMPUTES.index("full")) & schedules & plain
+    return chosen
 
 
 def _nanotron(layouts: Layouts) -> Bools:
     """ZeRO-1 at most, nothing recomputed, 1F1B or all-forward-all-backward, even stages."""
     schedules = np.isin(layouts.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
     plain = (layouts.last_fewer == 0) & (layouts.order == 0) & (layouts.shard == layouts.dp)
-    return (layouts.zero <= 1) & (layouts.recompute == RECOMPUTES.index("none")) & schedules & plain
+    chosen: Bools = (layouts.zero <= 1) & (layouts.recompute == RECOMPUTES.index("none")) & schedules & plain
+    return chosen
 
 
 NANOTRON = replace(OURS, name="nanotron", overlap_gradients=0.0, overlap_gathers=0.0, reduce_each_micro_batch=False)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from meshwright.job.cluster import load_cluster
+from meshwright.job.cluster import ClusterSpec, load_cluster
 from meshwright.job.presets import preset
 from meshwright.plan.arrays import Floats, Layouts, Work, to_layout
 from meshwright.plan.evaluate import evaluate
@@ -110,14 +110,14 @@ def pick(problem: Problem) -> Pick:
     )
 
 
-def _setting(problem: Problem):  # type: ignore[no-untyped-def]
+def _setting(problem: Problem) -> tuple[Work, Space, ClusterSpec]:
     name, machines, batch, sequence = problem
     cluster = load_cluster(machines)
     work = Work(spec=preset(name), sequence=sequence, global_batch=batch)
     return work, Space(work, cluster.devices, cluster.devices_per_node), cluster
 
 
-def _fitting(work: Work, space: Space, cluster) -> tuple[int, Layouts, Floats]:  # type: ignore[no-untyped-def]
+def _fitting(work: Work, space: Space, cluster: ClusterSpec) -> tuple[int, Layouts, Floats]:
     """How many layouts there are, and those that fit with their step times: all, or evenly ``_SAMPLE`` of them."""
     counts, parts, times = Counts(), [], []
     for family in space.families():

@@ -190,7 +190,8 @@ def _explained(job: Job, found: Plan, rank: int | None) -> tuple[str, Any, list[
             f"--rank: {chosen} is not a rank of layout {best.layout}; use 0 to {resolved.layout.ranks - 1}"
         )
     ledger = predict(resolved, [chosen])
-    return best.layout, ledger, [tuple(line) for line in explain(resolved, chosen)]
+    lines = [(line.quantity, line.formula, line.value) for line in explain(resolved, chosen)]
+    return best.layout, ledger, lines
 
 
 def _horizon(found: Plan, options: DaysOptions, job: Job) -> Horizon | None:

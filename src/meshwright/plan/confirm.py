@@ -30,7 +30,8 @@ class ExactPeak(NamedTuple):
 class Candidate(NamedTuple):
     """A layout to be confirmed."""
 
-    index: int
+    number: int
+    """Of the caller."""
     layout: Layout
     estimate: float
     """Bytes by the closed form."""

@@ -171,7 +171,7 @@ def _best(confirmer: Confirmer, work: Work, cluster: ClusterSpec, outcome: Outco
         for index in order
     )
     found = list(islice(confirmer.fitting(candidates), top))
-    which = np.array([candidate.index for candidate, _ in found], np.int64)
+    which = np.array([candidate.number for candidate, _ in found], np.int64)
     return _entries(work, cluster, ranked.layouts.take(which), times[which], [exact for _, exact in found])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def _evaluated(
     lines = []
     for index, result in enumerate(results):
         layout = to_layout(layouts, index, work.spec.layers)
-        common = {"family": str(result.family), "layouts": result.evaluated, "closest": str(layout)}
+        common: dict[str, Any] = {"family": str(result.family), "layouts": result.evaluated, "closest": str(layout)}
         rank = fullest_rank(layout, values, index)
         exact = confirmer.known(layout)
         if result.best is not None and exact is not None and exact.peak > cluster.device.memory_bytes:
