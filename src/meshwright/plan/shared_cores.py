@@ -161,10 +161,10 @@ class _Step:
         """Parameters of one pipeline rank, before sharding."""
         shape, tp = self.shape, self.layouts.tp
         per_layer = shape.split_parameters() / tp + shape.whole_parameters()
-        alone = 1.0 * rank.head * (1.0 - shape.tied * (self.layouts.pp == 1))
-        return np.asarray(
-            rank.layers * per_layer + (1.0 * rank.embedding + alone) * shape.vocabulary * shape.hidden / tp
-        )
+        # A tied head is the embedding where both stand on one rank.
+        head = rank.head * (1.0 - shape.tied * rank.embedding)
+        ends = (rank.embedding + head) * shape.vocabulary / tp + rank.embedding * shape.positions
+        return np.asarray(rank.layers * per_layer + ends * shape.hidden)
 
     @property
     def parameters(self) -> Floats:
