@@ -22,7 +22,13 @@ class DataError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, incomplete, corrupt, or belongs to another model."""
+    """A checkpoint is missing, unreadable, of another format, or belongs to another model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is incomplete or its bytes are not those that were written; the message names the file."""
+
+    exit_code = 1
 
 
 class TrainingStopped(MeshwrightError):

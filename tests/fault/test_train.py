@@ -15,8 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from meshwright.checkpoint.folder import latest, steps, verify
+from meshwright.checkpoint.folder import latest, steps
 from meshwright.checkpoint.load import read_tensor
+from meshwright.checkpoint.verify import verify
 from tests.command_line import settings, start, write_job
 
 LONG = 150

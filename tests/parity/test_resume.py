@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint.folder import latest, verify
+from meshwright.checkpoint.folder import latest
 from meshwright.checkpoint.load import read_tensor, tensor_names
+from meshwright.checkpoint.verify import verify
 from meshwright.errors import CheckpointError
 from meshwright.job.job import Job
 from meshwright.prove.pool import RankFailure, RankPool

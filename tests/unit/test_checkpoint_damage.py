@@ -13,11 +13,12 @@ import pytest
 import torch
 from simulated_ranks import ThreadWorld, on_ranks
 
-from meshwright.checkpoint.folder import is_complete, latest, verify
+from meshwright.checkpoint.folder import is_complete, latest
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, encode, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, whole
 from meshwright.checkpoint.save import save
+from meshwright.checkpoint.verify import verify
 from meshwright.errors import CheckpointError
 
 _FILES = ("rank-00000.safetensors", "rank-00001.safetensors", MANIFEST)

@@ -17,11 +17,13 @@ from safetensors import safe_open
 from simulated_ranks import FailingDisk, Killed, ThreadWorld, on_ranks
 
 from meshwright.checkpoint.boxes import Box, boxes_of_flat_range
-from meshwright.checkpoint.folder import clean, latest, rotate, steps, verify
+from meshwright.checkpoint.folder import clean, latest, steps
 from meshwright.checkpoint.load import load, read_tensor, tensor_names
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.placed import DTYPES, PlacedTensor, whole
+from meshwright.checkpoint.retention import rotate
 from meshwright.checkpoint.save import SaveError, pieces_of, plan, save
+from meshwright.checkpoint.verify import verify
 from meshwright.errors import CheckpointError
 from meshwright.prove.pool import RankPool
 

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the last, and which may go."""
+"""The folder of a run's checkpoints: which there are, and which is the last."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import secrets
 from pathlib import Path
 
 from meshwright.checkpoint.disk import Disk, forget
-from meshwright.checkpoint.manifest import Manifest, read_manifest
-from meshwright.checkpoint.tensor_file import verify_file
+from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.errors import CheckpointError
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFT_OVER = re.compile(r"\.step-[0-9]+\.(tmp|removed|broken)-[0-9a-f]+")
+_LEFT_OVER = re.compile(r"\.step-[0-9]+\.(tmp|removed|broken|superseded)-[0-9a-f]+")
 
 
 def step_folder(folder: str | Path, step: int) -> Path:
@@ -47,37 +48,59 @@ def latest(folder: str | Path) -> Path | None:
     return step_folder(folder, found[-1]) if found else None
 
 
-def verify(path: str | Path) -> Manifest:
-    """Read a checkpoint whole and compare every checksum.
+def checkpoints_at(path: str | Path) -> list[Path]:
+    """The checkpoints that ``path`` means: itself, or all of a run (or of its folder ``checkpoints``), by step.
+
+    Incomplete ones are among them, and ``path`` itself where it has none: reading it says what it seems to be.
 
     Raises:
-        CheckpointError: what is wrong first, with the file's name.
+        CheckpointError: a run without a checkpoint, or a folder that may not be read.
     """
-    manifest = read_manifest(path)
-    for name in manifest.files:
-        verify_file(manifest, name)
-    return manifest
+    path = Path(path)
+    try:
+        if not (path / MANIFEST).exists() and not _NAME.fullmatch(path.name):
+            for folder in (path / CHECKPOINTS, path):
+                found = [each for each in folder.glob("step-*") if _NAME.fullmatch(each.name) and each.is_dir()]
+                if found:
+                    return sorted(found, key=step_of)
+            if (path / CHECKPOINTS).is_dir():
+                raise CheckpointError(f"checkpoint: {path / CHECKPOINTS} has no checkpoint; give a run that has one")
+    except PermissionError as error:
+        raise CheckpointError(
+            f"checkpoint: {error.filename or path} may not be read; give a folder that you may read"
+        ) from None
+    return [path]
 
 
-def rotate(folder: str | Path, keep: int, newest: int, disk: Disk | None = None) -> list[int]:
-    """Remove the oldest checkpoints so that ``keep`` up to step ``newest`` stay; the removed steps.
+def step_of(path: Path) -> int:
+    """The step in the name ``step-N``."""
+    return int(path.name.removeprefix("step-"))
 
-    Call it when ``newest`` is committed and verified. It and checkpoints of later steps (left by
-    another course of the run) are never removed, nor anything when ``newest`` is not complete.
+
+def left_overs(folder: str | Path) -> list[Path]:
+    """Hidden folders that are no checkpoints: unfinished saves and removals, broken and superseded ones."""
+    return sorted(path for path in Path(folder).glob(".step-*") if _LEFT_OVER.fullmatch(path.name))
+
+
+def put_aside(path: Path, why: str, disk: Disk) -> Path:
+    """Take a checkpoint's name away from it, at once: hidden, it does not exist any more. Its new path."""
+    hidden = path.with_name(f".{path.name}.{why}-{secrets.token_hex(4)}")
+    disk.rename(path, hidden)
+    return hidden
+
+
+def supersede_later(folder: str | Path, step: int, disk: Disk | None = None) -> list[int]:
+    """Put aside all complete checkpoints of later steps than ``step``: a run that goes on from it takes another course.
+
+    They are hidden, not destroyed; ``prune`` removes them. Returns their steps.
     """
     disk = disk or Disk()
-    if keep < 1:
-        raise ValueError(f"keep={keep} would remove the last checkpoint; use at least 1")
-    complete = steps(folder)
-    if newest not in complete:
-        return []
-    removed = [step for step in complete if step <= newest][:-keep]
-    for step in removed:
-        path = step_folder(folder, step)
-        doomed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
-        disk.rename(path, doomed)
-        forget(doomed, disk)
-    return removed
+    later = [found for found in steps(folder) if found > step]
+    for found in later:
+        put_aside(step_folder(folder, found), "superseded", disk)
+    if later:
+        disk.sync_folder(Path(folder))
+    return later
 
 
 def clean(folder: str | Path, disk: Disk | None = None) -> None:
@@ -85,5 +108,5 @@ def clean(folder: str | Path, disk: Disk | None = None) -> None:
     disk = disk or Disk()
     for path in Path(folder).glob(".step-*"):
         match = _LEFT_OVER.fullmatch(path.name)
-        if match and match.group(1) != "broken":
+        if match and match.group(1) in ("tmp", "removed"):
             forget(path, disk)

@@ -14,9 +14,9 @@ from meshwright.checkpoint.boxes import inside, intersection
 from meshwright.checkpoint.folder import steps
 from meshwright.checkpoint.manifest import Entry, Manifest, Slice, read_manifest
 from meshwright.checkpoint.placed import DTYPE_NAMES, DTYPES, PlacedTensor, Role
-from meshwright.checkpoint.tensor_file import check_header, damaged, read_slice
+from meshwright.checkpoint.tensor_file import check_header, damaged, read_slice, unreadable
 from meshwright.checkpoint.world import World, current_world
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedCheckpoint
 
 ALL_ROLES: tuple[Role, ...] = ("parameter", "exp_avg", "exp_avg_sq", "momentum")
 _NAMES_SHOWN = 8
@@ -44,36 +44,39 @@ def load(
         The manifest, with the state that was saved beside the tensors.
 
     Raises:
-        CheckpointError: on all ranks, when any finds the checkpoint missing, damaged or unfit.
+        DamagedCheckpoint: on all ranks, when any finds the checkpoint incomplete or damaged.
+        CheckpointError: on all ranks, when any finds it missing or unfit.
     """
     world = world or current_world()
     manifest: Manifest | None = None
-    problem: str | None = None
+    problem: CheckpointError | None = None
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        problem = str(error)
+        problem = error
     _agree(problem, world, path)
     assert manifest is not None  # some rank had a problem otherwise
     described = [[box.key, DTYPE_NAMES[box.tensor.dtype], box.global_shape] for box in wanted if box.role in roles]
     gathered = world.gather(described)
     unfit = misfits(manifest, (each for rank in gathered for each in rank), roles) if world.rank == 0 else None
-    _agree(unfit, world, path)
+    _agree(CheckpointError(unfit) if unfit else None, world, path)
     try:
         problem = None
         _fill(manifest, [box for box in wanted if box.role in roles])
     except CheckpointError as error:
-        problem = str(error)
+        problem = error
     _agree(problem, world, path)
     return manifest
 
 
-def _agree(problem: str | None, world: World, path: str | Path) -> None:
+def _agree(problem: CheckpointError | None, world: World, path: str | Path) -> None:
     """Raise on every rank what the first rank with a problem found."""
-    found = [text for text in world.gather(problem) if text]
+    mine = None if problem is None else [str(problem), isinstance(problem, DamagedCheckpoint)]
+    found = [each for each in world.gather(mine) if each]
     said = world.broadcast(found[0] if found else None)
     if said:
-        raise CheckpointError(said + _previous(Path(path)))
+        text, damage = said
+        raise (DamagedCheckpoint if damage else CheckpointError)(text + _previous(Path(path)))
 
 
 def _previous(path: Path) -> str:
@@ -141,7 +144,7 @@ def _fill(manifest: Manifest, wanted: Sequence[PlacedTensor]) -> None:
                     for box in takers:
                         filled[id(box)] += _copy(values, piece, box)
         except OSError as error:
-            raise damaged(path, f"cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
     for box in wanted:
         if filled[id(box)] != math.prod(box.sizes):
             raise damaged(manifest.path, f"{box.key} has holes")

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from meshwright.checkpoint.boxes import Box
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedCheckpoint
 
 MANIFEST = "manifest.json"
 FORMAT = "meshwright-checkpoint"
@@ -87,6 +88,15 @@ class Manifest:
         """Bytes of all files but the manifest."""
         return sum(entry.bytes for entry in self.files.values())
 
+    @cached_property
+    def contents(self) -> Mapping[str, list[tuple[str, str, Slice]]]:
+        """By file: key, element type and slice of what it holds, in the order of its bytes."""
+        found: dict[str, list[tuple[str, str, Slice]]] = {name: [] for name in self.files}
+        for key, entry in self.tensors.items():
+            for piece in entry.slices:
+                found[piece.file].append((key, entry.dtype, piece))
+        return {name: sorted(held, key=lambda each: each[2].begin) for name, held in found.items()}
+
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as canonical JSON with its root hash: equal manifests have equal bytes."""
@@ -124,20 +134,21 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check the manifest of a checkpoint, and that its files are there in full size.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or is incomplete or damaged; the file is named.
+        DamagedCheckpoint: it is incomplete or damaged; the file is named.
+        CheckpointError: the folder is no checkpoint, is of another format version, or may not be read.
     """
     folder = Path(folder)
     file = folder / MANIFEST
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint: {folder} is not a folder; give a step-N folder of a run's checkpoints")
     try:
+        if not folder.is_dir():
+            raise CheckpointError(f"checkpoint: {folder} is not a folder; give a step-N folder of a run's checkpoints")
         data = file.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(
-            f"checkpoint: {folder} has no {MANIFEST}, so it is incomplete or no checkpoint; give a step-N folder"
-        ) from None
+        raise _no_manifest(folder) from None
     except OSError as error:
-        raise CheckpointError(f"checkpoint: {file} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"checkpoint: {file} cannot be read ({error.strerror}); give a folder that you may read"
+        ) from None
     content = _checked_content(data, file)
     try:
         manifest = _decode(content, folder)
@@ -147,14 +158,35 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
+def _no_manifest(folder: Path) -> CheckpointError:
+    """What a folder without a manifest seems to be, and what to give instead."""
+    if any(folder.glob("rank-*.safetensors")):
+        return DamagedCheckpoint(
+            f"checkpoint: {folder} has no {MANIFEST} beside its data, so it was copied or written only in part; "
+            "copy it again whole, or use another checkpoint"
+        )
+    if (folder / ".metadata").is_file():
+        return CheckpointError(
+            f"checkpoint: {folder} is a checkpoint of torch.distributed.checkpoint, not of meshwright; "
+            "bring it in with meshwright checkpoint import"
+        )
+    if (folder / "config.json").is_file():
+        return CheckpointError(
+            f"checkpoint: {folder} is a Hugging Face folder, not a checkpoint; train from it with model.init_from"
+        )
+    return CheckpointError(
+        f"checkpoint: {folder} has no {MANIFEST}, so it is incomplete or no checkpoint; give a step-N folder"
+    )
+
+
 def _checked_content(data: bytes, file: Path) -> dict[str, Any]:
     damaged = f"checkpoint: {file} is damaged ({{}}); use another checkpoint"
     try:
         content = json.loads(data)
     except UnicodeDecodeError as error:
-        raise CheckpointError(damaged.format(f"not UTF-8 at byte {error.start}")) from None
+        raise DamagedCheckpoint(damaged.format(f"not UTF-8 at byte {error.start}")) from None
     except ValueError as error:
-        raise CheckpointError(damaged.format(f"not JSON: {error}")) from None
+        raise DamagedCheckpoint(damaged.format(f"not JSON: {error}")) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint: {file} is not a {FORMAT} manifest; give a step-N folder")
     if content.get("version") != VERSION:
@@ -168,7 +200,7 @@ def _checked_content(data: bytes, file: Path) -> dict[str, Any]:
     except ValueError:  # half of a surrogate pair: no text
         intact = False
     if not intact:
-        raise CheckpointError(damaged.format("its root hash does not fit its contents"))
+        raise DamagedCheckpoint(damaged.format("its root hash does not fit its contents"))
     return content
 
 
@@ -188,6 +220,9 @@ def _decode(content: Mapping[str, Any], folder: Path) -> Manifest:
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the folder")
+    strangers = {piece.file for entry in tensors.values() for piece in entry.slices} - files.keys()
+    if strangers:
+        raise ValueError(f"slices lie in {sorted(strangers)[0]!r}, which is not among its files")
     fields = {name: content[name] for name in ("step", "layout", "model", "optimizer", "state", "versions")}
     return Manifest(**fields, tensors=tensors, files=files, path=folder)
 
@@ -197,12 +232,14 @@ def _check_files(manifest: Manifest) -> None:
         file = manifest.path / name
         try:
             size = file.stat().st_size
+        except PermissionError:
+            raise CheckpointError(f"checkpoint: {file} may not be read; give a folder that you may read") from None
         except OSError:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"checkpoint: {file} is missing, so the checkpoint is incomplete; use another checkpoint"
             ) from None
         if size != entry.bytes:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"checkpoint: {file} has {size} bytes instead of {entry.bytes}, so it is damaged; "
                 "use another checkpoint"
             )

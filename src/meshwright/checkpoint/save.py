@@ -17,9 +17,10 @@ import torch
 
 from meshwright.checkpoint.boxes import Box, chunks, cover_problem
 from meshwright.checkpoint.disk import Disk, forget
-from meshwright.checkpoint.folder import clean, is_complete, rotate, step_folder
+from meshwright.checkpoint.folder import clean, is_complete, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, Entry, FileEntry, Manifest, Slice, encode, read_manifest
 from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
+from meshwright.checkpoint.retention import Retention, rotate
 from meshwright.checkpoint.tensor_file import Piece, verify_file, write_file
 from meshwright.checkpoint.world import World, current_world
 from meshwright.errors import MeshwrightError
@@ -45,7 +46,7 @@ def save(
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    keep: Retention | int | None = None,
     world: World | None = None,
     disk: Disk | None = None,
 ) -> Path:
@@ -59,7 +60,7 @@ def save(
         model: the shape of the model.
         optimizer: name and groups.
         state: what else must come back: data cursor, loss scaler.
-        keep: remove older ones beyond this many, once the new one has been read back and verified.
+        keep: remove older ones beyond this many (or by this rule), once the new one has been read back and verified.
         world: the ranks; absent: the default process group, or this process alone.
         disk: the file system; tests pass one that fails.
 
@@ -159,7 +160,7 @@ class _Save:
             files={outcome[0]: FileEntry(**outcome[1]) for outcome in self.written if outcome},
         )
 
-    def rotate(self, keep: int) -> None:
+    def rotate(self, keep: Retention | int) -> None:
         """Every rank reads back what it wrote; when all of it is right, rank 0 removes the oldest."""
 
         def read_back() -> None:

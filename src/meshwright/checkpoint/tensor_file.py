@@ -17,7 +17,7 @@ from meshwright.checkpoint.boxes import Box, inside
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import FileEntry, Manifest, Slice, checksum, file_checksum
 from meshwright.checkpoint.placed import DTYPE_NAMES, DTYPES, PlacedTensor
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedCheckpoint
 
 _ALIGNMENT = 8
 
@@ -96,9 +96,16 @@ def write_file(path: Path, pieces: Sequence[Piece], disk: Disk) -> tuple[FileEnt
     )
 
 
-def damaged(file: Path, what: str) -> CheckpointError:
+def damaged(file: Path, what: str) -> DamagedCheckpoint:
     """The error for a file whose bytes are not those that were written."""
-    return CheckpointError(f"checkpoint: {file} is damaged ({what}); use another checkpoint")
+    return DamagedCheckpoint(f"checkpoint: {file} is damaged ({what}); use another checkpoint")
+
+
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not let be read: by its permissions, or by the medium."""
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"checkpoint: {file} may not be read; give a folder that you may read")
+    return damaged(file, f"cannot be read: {error.strerror}")
 
 
 def check_header(file: BinaryIO, path: Path, entry: FileEntry) -> None:
@@ -123,24 +130,35 @@ def read_slice(file: BinaryIO, path: Path, piece: Slice, key: str, dtype: str) -
     return torch.frombuffer(data, dtype=DTYPES[dtype]).view(piece.sizes)
 
 
+def verify_slices(manifest: Manifest, name: str, held: Sequence[tuple[str, str, Slice]]) -> None:
+    """Read the header and these slices of one file, and compare their checksums.
+
+    Raises:
+        DamagedCheckpoint: the first that does not fit, with the file's name.
+    """
+    path = manifest.path / name
+    try:
+        with path.open("rb") as file:
+            check_header(file, path, manifest.files[name])
+            for key, dtype, piece in held:
+                read_slice(file, path, piece, key, dtype)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
 def verify_file(manifest: Manifest, name: str) -> None:
     """Read one file whole and compare every checksum in it.
 
     Raises:
-        CheckpointError: the first that does not fit, with the file's name.
+        DamagedCheckpoint: the first that does not fit, with the file's name.
     """
-    entry, path = manifest.files[name], manifest.path / name
-    pieces = sorted(
-        ((piece, key, owner.dtype) for key, owner in manifest.tensors.items() for piece in owner.slices
-         if piece.file == name),
-        key=lambda found: found[0].begin,
-    )  # fmt: skip
-    try:
-        with path.open("rb") as file:
-            check_header(file, path, entry)
-            for piece, key, dtype in pieces:
-                read_slice(file, path, piece, key, dtype)
-    except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}") from None
-    if file_checksum(entry.header_checksum, (piece.checksum for piece, _, _ in pieces)) != entry.checksum:
-        raise damaged(path, "its checksum does not fit")
+    verify_slices(manifest, name, manifest.contents[name])
+    check_sum_of_sums(manifest, name)
+
+
+def check_sum_of_sums(manifest: Manifest, name: str) -> None:
+    """Raise when a file's checksum is not that of its header's and its slices'."""
+    entry = manifest.files[name]
+    sums = (piece.checksum for _, _, piece in manifest.contents[name])
+    if file_checksum(entry.header_checksum, sums) != entry.checksum:
+        raise damaged(manifest.path / name, "its checksum does not fit")
