@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.auto import settled_layout
+from meshwright.cli.check_ledger import compare_ledgers
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.job.layout import Layout
@@ -25,7 +26,15 @@ def check(
     layout: Annotated[str | None, typer.Option(help='One layout, the job as it is: "dp=2 tp=2 zero=1".')] = None,
     matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts.")] = None,
     self_test: Annotated[bool, typer.Option("--self-test", help="Plant errors; each must be found.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float64 or float32; absent: the job's.")] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="Compare predicted, traced and measured ledgers instead of training.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="With --ledger: the cluster file to predict times by (`meshwright calibrate`).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float64 or float32, with --ledger also 16 bits; absent: the job's.")
+    ] = None,
     max_ranks: Annotated[int, typer.Option(min=1, help="Leave out layouts of more ranks.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 10,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
@@ -34,12 +43,19 @@ def check(
     """Prove that a layout changes nothing but speed and memory.
 
     Trains some steps under the layout and on one device from the same job, and compares losses,
-    gradients and parameters. Exit code 0: all equal within the bounds; 1: not.
+    gradients and parameters. With --ledger: compares what each rank stores, computes and sends by three
+    independent sources. Exit code 0: all equal within the bounds; 1: not.
     """
     if matrix not in (None, "layouts"):
         raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts")
     if layout is None and matrix is None and not self_test:
         raise InputError("check: nothing to check; give --layout, --matrix layouts or --self-test")
+    if ledger:
+        if self_test:
+            raise InputError("check: --ledger and --self-test do not go together; give one of them")
+        compare_ledgers(job_file, layout, matrix, dtype, max_ranks, cluster, overrides or [], as_json)
+    if cluster is not None:
+        raise InputError("check: --cluster predicts times for --ledger; give both or neither")
     if dtype not in (None, "float64", "float32"):
         raise InputError(f"--dtype: {dtype!r} has no bound to hold; use float64 or float32")
     settings = [*(overrides or []), *([f"precision.dtype={dtype}"] if dtype else [])]
