@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from meshwright.errors import InputError
 from meshwright.job.cluster import ClusterSpec
 from meshwright.prove.calibrate import calibrate as measure
 from meshwright.prove.calibrate import calibrate_as_rank
-from meshwright.recovery.environment import detect_environment
+from meshwright.recovery.environment import RankPlace, detect_environment
 
 _MOST_RANKS = 16
 
@@ -44,24 +45,15 @@ def calibrate(
         console.print(f"{time.perf_counter() - began:5.1f} s  {text}")
 
     place = detect_environment()
+    torch.set_num_threads(1)
     if place is None:
-        torch.set_num_threads(1)
-        cluster = measure(ranks or default_ranks(), say, effort=effort)
+        cluster: ClusterSpec | None = measure(ranks or default_ranks(), say, effort=effort)
     else:
         if ranks is not None:
             raise InputError(f"--ranks: {place.source} has started {place.world_size} ranks already; leave it out")
-        place.export()
-        cuda = torch.cuda.is_available()
-        torch.set_num_threads(1)
-        if cuda:
-            torch.cuda.set_device(place.local_rank)
-        dist.init_process_group("nccl" if cuda else "gloo")
-        try:
-            cluster = calibrate_as_rank(place, say if place.rank == 0 else lambda _: None, effort=effort, cuda=cuda)
-        finally:
-            dist.destroy_process_group()
-        if place.rank != 0:
-            return
+        cluster = _among_ranks(place, say, effort)
+    if cluster is None:  # the first rank has it
+        return
     text = cluster.model_dump_json(indent=1, exclude_none=True) + "\n"
     temporary = out.with_name(f".{out.name}.partial")
     temporary.write_text(text, encoding="utf-8")
@@ -72,6 +64,19 @@ def calibrate(
     else:
         for line in summary(cluster):
             console.print(line)
+
+
+def _among_ranks(place: RankPlace, say: Callable[[str], None], effort: float) -> ClusterSpec | None:
+    """As one of the ranks that somebody else started."""
+    place.export()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        return calibrate_as_rank(place, say if place.rank == 0 else lambda _: None, effort=effort, cuda=cuda)
+    finally:
+        dist.destroy_process_group()
 
 
 def default_ranks() -> int:

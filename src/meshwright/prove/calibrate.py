@@ -16,8 +16,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -81,11 +82,14 @@ def calibrate(ranks: int, say: Say, *, effort: float = 1.0) -> ClusterSpec:
     )  # fmt: skip
 
 
-def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: bool = False) -> ClusterSpec:
+def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: bool = False) -> ClusterSpec | None:
     """The same with ranks that somebody else started, over as many hosts as they are on.
 
-    The default process group must be up; every rank must call it. The first rank of each host measures its host while
-    the others wait; the cluster file is that of the first host, and all of it is on every rank.
+    The default process group must be up; every rank must call it. The first rank measures its host while the others
+    wait, then all of them measure collectives.
+
+    Returns:
+        The cluster file on the first rank, None on the others.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -95,17 +99,17 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     sharding: list[Sharding] = []
     if cuda:
         kernels = measure_kernels(_KERNEL_SECONDS * effort, cuda=True)
-    elif place.local_rank == 0:
-        kernels, program, sharding = _on_this_machine(say, effort, place.local_world_size)
-        say(f"computing beside others: 1 to {place.local_world_size} ranks on {_cores()} cores")
-        contention = measure_contention(place.local_world_size, _BESIDE_SECONDS * effort)
+    elif place.rank == 0:
+        with _without_launcher():
+            kernels, program, sharding = _on_this_machine(say, effort, place.local_world_size)
+            say(f"computing beside others: 1 to {place.local_world_size} ranks on {_cores()} cores")
+            contention = measure_contention(place.local_world_size, _BESIDE_SECONDS * effort)
     barrier(world)
     wanted = groupings(place.world_size, place.local_world_size)
     say(f"collectives: {len(wanted)} groupings of up to {place.world_size} ranks, {len(SIZES)} sizes")
     collectives = measure_collectives(wanted, SIZES, _COLLECTIVE_SECONDS * effort, device_type)
-    if place.rank != 0:
-        kernels = kernels or measure_kernels(0.0, ("float32",))  # the first rank's findings are the ones that count
-    assert kernels is not None
+    if place.rank != 0 or kernels is None:
+        return None
     memory = psutil.virtual_memory().total // place.local_world_size
     return cluster_of_findings(
         Findings(
@@ -115,6 +119,17 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
             device=torch.cuda.get_device_name() if cuda else processor_name(), cuda=cuda, note=_note(),
         )
     )  # fmt: skip
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    """Without torchrun's variables, which would send the processes of a pool to its store."""
+    names = [name for name in os.environ if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))]
+    kept = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def _on_this_machine(say: Say, effort: float, ranks: int) -> tuple[Kernels, list[Phases], list[Sharding]]:
