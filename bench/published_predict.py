@@ -210,8 +210,11 @@ def choose_micro_batches(rows: Sequence[Row], constants: Mapping[str, float]) ->
 
 def fingerprint(row: Row) -> int:
     """Of what the row says, whatever file and place it stands in."""
-    said = {key: value for key, value in row.raw.items() if key not in ("id", "notes", "kind")}
+    said = {key: row.raw.get(key) for key in _SAID}
     return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+
+
+_SAID = ("source", "model", "hardware", "layout", "global_batch", "micro_batch", "precision", "measured")
 
 
 def in_fitted_half(row: Row) -> bool:

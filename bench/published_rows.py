@@ -33,7 +33,7 @@ DEFAULTS = {
     "ffn": "4 x hidden",
     "gpus_per_node": "8",
     "dp": "gpus / (tp x pp)",
-    "micro_batch": "the largest of 1, 2, 4, 8 that is predicted fastest among those that fit",
+    "micro_batch": "the one of 1, 2, 4, 8, 16 that is predicted fastest among those that fit",
     "global_batch": "micro_batch x dp (one micro-batch a rank)",
     "recompute": "none",
     "zero": "0",
