@@ -63,15 +63,14 @@ def _layout(records: Records) -> Layout | None:
     """What ran; of a plan its first layout."""
     if records.is_run:
         return parse_layout(records.ledgers[-1].layout) if records.ledgers else None
-    layouts = (records.plan or {}).get("layouts")
-    if not layouts:
+    if records.plan is None or not records.plan.layouts:
         return None
-    return parse_layout(str(layouts[0]["layout"]))
+    return parse_layout(records.plan.layouts[0].layout)
 
 
 def _machines(records: Records, absent: dict[str, str]) -> ClusterSpec | None:
     """What the job ran on, or is planned for."""
-    given = records.cluster or (records.plan or {}).get("cluster")
+    given = records.cluster or (None if records.plan is None else records.plan.cluster)
     if given is None:
         absent["capacity"] = "neither the job nor a plan names the machines"
         absent.setdefault("time", f"{absent['capacity']}, so no time is predicted")

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.ledger.ledger import Ledger
 from meshwright.observe.records import read_json_lines
+from meshwright.plan.answer import Plan
 from meshwright.schedule.simulate import Simulation
 
 RUN_FILES = ("job.toml", "plan.json", "cluster.json", "ledger.json", "traced.json", "metrics.jsonl", "events.jsonl",
@@ -28,7 +31,9 @@ class Records:
 
     source: Path
     job: Job | None = None
-    plan: dict[str, Any] | None = None
+    plan: Plan | None = None
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    """What a plan expects of failures and checkpoints."""
     cluster: dict[str, Any] | str | None = None
     """A cluster's values, or its short name."""
     ledgers: Sequence[Ledger] = ()
@@ -88,7 +93,8 @@ def read_records(path: Path) -> Records:
     return Records(
         path,
         job=_job_of(values.get("job"), path),
-        plan=values,
+        plan=_plan_of(values, path),
+        expected=(values.get("days") or {}).get("checkpoints") or {},
         cluster=values.get("machines") or values.get("cluster"),
         is_run=False,
     )
@@ -111,7 +117,7 @@ def _read_run(path: Path) -> Records:
     return Records(
         path,
         job=job,
-        plan=read("plan.json", _object, None),
+        plan=read("plan.json", lambda file: _plan_of(_object(file), file), None),
         cluster=read("cluster.json", _object, machines),
         ledgers=[ledger for ledger in ledgers if ledger is not None],
         metrics=read("metrics.jsonl", _lines, ()),
@@ -129,6 +135,16 @@ def _job_of(values: object, path: Path) -> Job | None:
     if not isinstance(values, dict):
         raise InputError(f"report: {path}: job is {type(values).__name__}; it must be an object, as `plan` writes it")
     return job_from_values(values)
+
+
+def _plan_of(values: dict[str, Any], path: Path) -> Plan:
+    """The answer itself, without what `plan --json` prints beside it."""
+    try:
+        return Plan.model_validate({name: value for name, value in values.items() if name in Plan.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"report: {path}: {place}: {first['msg']}; expected what `meshwright plan` writes") from None
 
 
 def _ledger(path: Path) -> Ledger:

@@ -110,7 +110,11 @@ def _json(data: Any) -> str:
 
 
 def _table(table: Table, look: str = "scroll") -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    numeric = [any(isinstance(row[index], (int, float)) for row in table.rows) for index in range(len(table.columns))]
+    head = "".join(
+        f'<th scope="col" class="{"number" if number else "words"}">{escape(column)}</th>'
+        for column, number in zip(table.columns, numeric, strict=True)
+    )
     rows = ["<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in table.rows[:_MOST_ROWS]]
     more = len(table.rows) - len(rows)
     note = f" ({more:,} more rows are in the section's JSON)" if more > 0 else ""

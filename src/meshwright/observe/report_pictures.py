@@ -159,10 +159,8 @@ def _stacked(name: str, title: str, bars: Sequence[Bar], colours: Mapping[str, s
             picture.line(x, top - 8, x, bottom, "limit", words)
             picture.text(x, top - 12, words, "end strong" if x > WIDTH / 2 else "strong")
         else:
-            times = capacity / fullest.total
-            picture.text(
-                WIDTH - 30, top - 12, f"{words}: far to the right, {times:.3g} times the fullest", "end strong"
-            )
+            words += f": far to the right, {capacity / fullest.total:.3g} times the fullest"
+            picture.text(WIDTH - 30, top - 12, words, "end strong")
     draw_legend(picture, _LEFT, bottom + 56, entries)
     return str(picture)
 

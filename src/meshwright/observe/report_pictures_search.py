@@ -52,14 +52,8 @@ def search_picture(
     if best:
         told += f"; the fastest that fits takes {show_seconds(best[0].seconds)} and {show_bytes(best[0].memory)}"
     picture = Picture("search", _TOP + _HEIGHT + 84, "The search: step time against memory of the fullest rank", told)
-    draw_x_axis(
-        picture,
-        memory,
-        _TOP,
-        _TOP + _HEIGHT,
-        byte_unit((memory.low * memory.high) ** 0.5),
-        "memory of the fullest rank",
-    )
+    middle = byte_unit((memory.low * memory.high) ** 0.5)
+    draw_x_axis(picture, memory, _TOP, _TOP + _HEIGHT, middle, "memory of the fullest rank")
     draw_y_axis(picture, time, _LEFT, WIDTH - 30, second_unit((time.low * time.high) ** 0.5), "step time")
     for point, fits in sorted(points, key=lambda item: item[1]):
         figures = f"{point.name}: {show_seconds(point.seconds)} a step, {show_bytes(point.memory)}"

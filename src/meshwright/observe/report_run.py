@@ -21,12 +21,12 @@ from meshwright.observe.report_sections import (
     memory_section,
     pipeline_section,
     recorded_steps,
-    show_capacity,
     steady,
     time_section,
     traffic_section,
 )
-from meshwright.observe.report_svg import show_seconds
+from meshwright.observe.report_svg import show_bytes, show_seconds
+from meshwright.plan.answer import PlannedLayout, Rejected
 
 _MOST_STEPS = 500
 """Points of a line; longer runs are drawn by every k-th step."""
@@ -51,17 +51,18 @@ def build_page(records: Records, predicted: Predicted) -> Page:
 
 
 def _facts(records: Records, predicted: Predicted) -> Iterator[tuple[str, str]]:
-    plan, job, summary = records.plan or {}, records.job, records.summary
-    if job is not None or plan:
-        yield "model", (job.model.name if job is not None else "") or str(plan.get("model", ""))
+    plan, job, summary = records.plan, records.job, records.summary
+    if name := (job.model.name if job is not None else "") or (plan.model if plan is not None else ""):
+        yield "model", name
     layout = _layout(records)
     if layout:
         yield "layout", short(layout)
-    if plan.get("cluster"):
-        yield "cluster", str(plan["cluster"])
+    if plan is not None:
+        yield "cluster", plan.cluster
     if job is not None:
         yield "global batch", f"{job.batch.global_size} sequences of {job.data.sequence_length} tokens"
-    yield "memory of a device", show_capacity(predicted)
+    if predicted.capacity is not None:
+        yield "memory of a device", show_bytes(predicted.capacity)
     if predicted.step_time is not None:
         yield "step, predicted", show_seconds(predicted.step_time)
     if timed := [record["step_seconds"] for record in steady(records)]:
@@ -78,18 +79,17 @@ def _layout(records: Records) -> str:
         return records.ledgers[-1].layout
     if records.is_run and records.job is not None:
         return str(records.job.layout)
-    layouts = (records.plan or {}).get("layouts") or [{}]
-    return str(layouts[0].get("layout", ""))
+    return records.plan.layouts[0].layout if records.plan is not None and records.plan.layouts else ""
 
 
 def _notes(records: Records, predicted: Predicted) -> Iterator[str]:
     if records.missing:
         yield f"Not in the run directory: {', '.join(records.missing)}."
-    for assumed in dict.fromkeys((*(records.plan or {}).get("basis", ()), *predicted.basis)):
+    for assumed in dict.fromkeys((*(records.plan.basis if records.plan is not None else ()), *predicted.basis)):
         yield f"Assumed of the cluster: {assumed}."
     if predicted.ledger is not None:
         yield "Predicted ledgers are computed anew from the job when the report is written."
-    yield "MB is 10^6 bytes. Every section carries its numbers as JSON in a script element of type application/json."
+    yield "1 MB is 1,000,000 bytes. Each section's numbers are in the file as JSON, in a script element that runs nothing."
 
 
 def short(layout: str) -> str:
@@ -111,45 +111,43 @@ def search_section(records: Records, predicted: Predicted) -> Section:
     plan = records.plan
     if plan is None:
         return Section("search", title, absent=f"{records.source.name} has no plan.json: its layout was given")
-    front = [_point(entry) for entry in plan.get("pareto", ())]
-    best = [_point(entry) for entry in plan["layouts"]]
-    points = [(Point(seconds, memory, family), fits) for seconds, memory, fits, family in plan.get("points", ())]
-    fitting = [one for one, entry in zip(best, plan["layouts"], strict=True) if entry["fits"]]
-    reasons = {line["family"]: line["reason"] for line in plan.get("rejected", ())}
+    front = [_point(entry) for entry in plan.pareto]
+    best = [_point(entry) for entry in plan.layouts]
+    points = [(Point(seconds, memory, family), fits) for seconds, memory, fits, family in plan.points]
+    fitting = [one for one, entry in zip(best, plan.layouts, strict=True) if entry.fits]
+    reasons = {line.family: line.reason for line in plan.rejected}
     words = [
-        f"{plan['searched']:,} layouts were evaluated in {plan['seconds']:.1f} s; {plan['illegal']:,} break a rule. "
+        f"{plan.searched:,} layouts were evaluated in {plan.seconds:.1f} s; {plan.illegal:,} break a rule. "
         f"{len(points)} of them are drawn." if points else "One layout was evaluated; nothing was searched.",
-        str(plan.get("placement", "")),
+        plan.placement,
     ]  # fmt: skip
     pictures = [search_picture(points, front, fitting or best, predicted.capacity, reasons)] if points else []
-    keys = ("points", "pareto", "layouts", "rejected")
+    behind = plan.model_dump(include={"points", "pareto", "layouts", "rejected"})
     return Section(
         "search", title, [word for word in words if word], pictures,
-        tables=[_layout_table("Fastest first", plan["layouts"]), _layout_table("Pareto front", plan.get("pareto", ())),
-                _rejected_table(plan.get("rejected", ())), _point_table(points)],
-        data={"capacity": predicted.capacity, **{key: plan.get(key, []) for key in keys}},
+        tables=[_layout_table("Fastest first", plan.layouts), _layout_table("Pareto front", plan.pareto),
+                _rejected_table(plan.rejected), _point_table(points)],
+        data={"capacity": predicted.capacity, **behind},
         open_tables=not points,
     )  # fmt: skip
 
 
-def _point(entry: Mapping[str, Any]) -> Point:
-    return Point(float(entry["step_time_s"]), float(entry["peak_memory_bytes"]), short(str(entry["layout"])))
+def _point(entry: PlannedLayout) -> Point:
+    return Point(entry.step_time_s, float(entry.peak_memory_bytes), short(entry.layout))
 
 
-def _layout_table(caption: str, entries: Sequence[Mapping[str, Any]]) -> Table:
+def _layout_table(caption: str, entries: Sequence[PlannedLayout]) -> Table:
     rows: list[Sequence[Cell]] = [
-        [short(str(entry["layout"])), "yes" if entry["fits"] else "no", entry["step_time_s"], entry["tokens_per_s"],
-         f"{entry['mfu']:.1%}", entry["peak_memory_bytes"], entry["fullest_rank"], entry["binding"]]
+        [short(entry.layout), "yes" if entry.fits else "no", entry.step_time_s, entry.tokens_per_s,
+         f"{entry.mfu:.1%}", entry.peak_memory_bytes, entry.fullest_rank, entry.binding]
         for entry in entries
     ]  # fmt: skip
     columns = ["layout", "fits", "step (s)", "tokens/s", "MFU", "peak (bytes)", "fullest rank", "binds"]
     return Table(caption, columns, rows)
 
 
-def _rejected_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    rows: list[Sequence[Cell]] = [
-        [line["family"], line["layouts"], line["reason"], short(str(line["closest"] or ""))] for line in lines
-    ]
+def _rejected_table(lines: Sequence[Rejected]) -> Table:
+    rows: list[Sequence[Cell]] = [[line.family, line.layouts, line.reason, short(line.closest or "")] for line in lines]
     return Table("Rejected families", ["family", "layouts", "why", "its best, or closest to fitting"], rows)
 
 
@@ -296,7 +294,7 @@ def _number(record: Mapping[str, Any], key: str) -> float:
 
 def _expected_goodput(records: Records) -> Section:
     """What a plan expects, where it was asked about failures."""
-    answer = ((records.plan or {}).get("days") or {}).get("checkpoints")
+    answer = records.expected
     if not answer:
         return Section("goodput", "Goodput", absent="a plan without --mtbf expects no failures")
     seconds = ("mtbf_s", "interval_s", "young_s", "daly_s", "exact_s", "stall_s")
@@ -306,7 +304,7 @@ def _expected_goodput(records: Records) -> Section:
     rows += [["goodput, expected", f"{answer['goodput']:.2%}"]]
     rows += [[f"lost: {name}", f"{share:.2%}"] for name, share in (answer.get("shares") or {}).items()]
     table = Table("Checkpoints and failures, expected", ["", ""], rows)
-    return Section("goodput", "Goodput", tables=[table], data=answer, open_tables=True)
+    return Section("goodput", "Goodput", tables=[table], data=dict(answer), open_tables=True)
 
 
 def summary_line(page: Page) -> str:

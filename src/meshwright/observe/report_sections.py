@@ -26,7 +26,7 @@ from meshwright.observe.report_pictures import (
     time_picture,
 )
 from meshwright.observe.report_pictures_traffic import traffic_picture
-from meshwright.observe.report_svg import show_bytes, show_ranks, show_seconds
+from meshwright.observe.report_svg import show_ranks, show_seconds
 from meshwright.observe.report_traffic import Traffic, by_node, rank_traffic
 from meshwright.schedule.draw_svg import draw_svg
 from meshwright.schedule.orders import KINDS
@@ -329,8 +329,3 @@ def steady(records: Records) -> list[Mapping[str, Any]]:
 def recorded_steps(records: Records) -> set[int]:
     """The steps in which the ledger was taken: one is counted, the next is timed."""
     return {step for ledger in records.ledgers if ledger.step for step in (ledger.step - 1, ledger.step)}
-
-
-def show_capacity(predicted: Predicted) -> str:
-    """For the facts above everything."""
-    return show_bytes(predicted.capacity) if predicted.capacity else "not known"
