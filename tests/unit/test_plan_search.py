@@ -14,11 +14,13 @@ from meshwright.job.job import Job, job_from_values
 from meshwright.job.layout_text import parse_layout
 from meshwright.job.presets import preset
 from meshwright.plan.arrays import SCHEDULES, Layouts, Work, to_layout
+from meshwright.plan.confirm import exact_peak
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.machines import cluster_of, with_devices
 from meshwright.plan.pareto import front
 from meshwright.plan.placement import axis_places, order_words, placement_sentence
-from meshwright.plan.planner import plan, plan_layout
+from meshwright.plan.planner import plan, plan_layout, representative_ranks
+from meshwright.plan.predict import predict
 from meshwright.plan.refine import refine
 from meshwright.plan.search import search
 from meshwright.plan.space import Counts, Space
@@ -195,3 +197,33 @@ def test_simulation_agrees_with_itself_on_long_pipelines(monkeypatch: pytest.Mon
     whole = refine(work, cluster, layouts)
     assert periodic == pytest.approx(whole, rel=1e-3)
     assert (periodic != evaluate(work, cluster, layouts).step_time).any()
+
+
+def test_memory_of_the_search_is_near_the_predicted_ledger() -> None:
+    """Typically within 2 %; what is answered in the end is confirmed to the byte."""
+    differences = []
+    for model, batch, sequence in (("gpt3-1.3b", 16, 1024), ("llama2-7b", 16, 2048), ("qwen2-0.5b", 16, 512)):
+        job = job_of(model, batch, sequence)
+        cluster = load_cluster(EIGHT)
+        space = Space(Work.of(job), 8, 8)
+        layouts = Layouts.join([chunk for family in space.families() for chunk in space.chunks(family, Counts())])
+        layouts = layouts.take(np.random.default_rng(7).choice(len(layouts), 25, replace=False))
+        values = evaluate(space.work, cluster, layouts)
+        for index in range(len(layouts)):
+            exact = exact_peak(job, to_layout(layouts, index, space.work.spec.layers))
+            differences.append(float(values.peak[index]) / exact.peak - 1)
+    sizes = np.abs(differences)
+    assert np.median(sizes) <= 0.025
+    assert np.quantile(sizes, 0.9) <= 0.10
+
+
+def test_the_fullest_rank_is_among_those_that_are_looked_at() -> None:
+    job = job_of("gpt3-350m", 16)
+    for text in (
+        "pp=8 schedule=1f1b micro_batch=1", "pp=4 dp=2 schedule=interleaved virtual=2 micro_batch=1 zero=2",
+        "pp=4 dp=2 schedule=zbv micro_batch=1", "pp=8 schedule=zero-bubble virtual=1 micro_batch=1",
+        "pp=4 dp=2 schedule=dualpipev micro_batch=1", "pp=8 schedule=gpipe micro_batch=2 recompute=full",
+    ):  # fmt: skip
+        layout = parse_layout(text)
+        every = predict(job.with_layout(layout).resolve(purpose="plan"), representative_ranks(layout))
+        assert exact_peak(job, layout).peak == pytest.approx(every.fullest.stores.peak, rel=0.02), text

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.arrays import RECOMPUTES, Floats, Ints, Layouts
+from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
+from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held
+from meshwright.plan.stages import Held, held, is_v
 from meshwright.schedule.in_flight_closed import in_flight_closed, stage_in_flight_closed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+_ZBV = SCHEDULES.index("zbv")
+_SPLITS = np.array([name in SPLIT_BACKWARD_SCHEDULES for name in SCHEDULES])
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,21 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     own = element * tokens * shape.hidden * local
     per_layer = shape.split_parameters() / tp + shape.whole_parameters()
     ends = np.ceil(shape.vocabulary / tp) * shape.hidden
-    # A tied head on a rank of its own is a second copy; on the embedding's rank it is the same.
-    heads = np.where(rank.head & (~rank.embedding | (shape.tied == 0)), 1.0, 0.0)
+    # A tied head in a stage of its own is a second copy, also on the embedding's rank.
+    heads = np.where(rank.head & ((layouts.pp > 1) | (shape.tied == 0)), 1.0, 0.0)
     outside = (rank.embedding + heads) * ends + rank.embedding * shape.positions * shape.hidden
     outside = outside + rank.head * shape.norm_parameters * shape.hidden
     count = rank.layers * per_layer + outside
     parts = _state(count, layouts, rules)
 
     kept = layer_bytes(shape, layouts, rules, element)
-    flight = in_flight_closed(layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank)
-    saved = flight * (
-        rank.layers / layouts.virtual * kept + rank.embedding * rules.dropout * tokens * shape.hidden * local
-    )
-    losses = stage_in_flight_closed(
-        layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank, layouts.virtual - 1
-    )
+    chunk = rank.layers / layouts.virtual
+    flight, waiting = _in_flight(layouts, rank, chunk * kept, chunk * _weight_part(shape, layouts, element, tokens))
+    saved = flight * (chunk * kept + rank.embedding * rules.dropout * tokens * shape.hidden * local)
+    sizes = (layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank, layouts.virtual - 1)
+    losses = stage_in_flight_closed(*sizes)
+    if _SPLITS[layouts.schedule].any():
+        losses = np.where(layouts.recompute == _FULL, stage_in_flight_closed(*sizes, "input"), losses)
     logits = losses * rules.logit_bytes * tokens * np.ceil(shape.vocabulary / tp)
     head_gradient = rules.head_gradient_bytes * ends
     if rules.head_gradient_beside_logits:
@@ -95,8 +98,50 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     whole = 3 * element * tokens * shape.hidden if rules.backward_passing else 2 * element * tokens * shape.hidden
     temporary = temporary + np.where(layouts.sequence_parallel & (tp > 1), whole, 0.0)
     parts["activations"] = activations
-    parts["temporary"] = temporary + rules.context_bytes + rules.slack * activations
+    parts["temporary"] = temporary + waiting + rules.context_bytes + rules.slack * activations
     return {name: np.broadcast_to(np.asarray(value, float), layouts.dp.shape) for name, value in parts.items()}
+
+
+def _in_flight(layouts: Layouts, rank: Held, kept: Floats, started: Floats) -> tuple[Floats, Floats]:
+    """Micro-batches alive at the peak, and bytes that weight parts of split backward passes will start from.
+
+    A stage that is first, or recomputes itself whole, takes both parts at once.
+
+    Args:
+        layouts: columns.
+        rank: the pipeline rank.
+        kept: bytes a stage saves of one micro-batch.
+        started: bytes a weight part starts from.
+    """
+    sizes = (layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank)
+    alive = in_flight_closed(*sizes).astype(float)
+    splits = _SPLITS[layouts.schedule] & (layouts.pp > 1)
+    if not splits.any():
+        return alive, np.zeros_like(alive)
+    whole = (layouts.recompute == _FULL) | ((rank.rank == 0) & (layouts.virtual == 1))
+    alive = np.where(splits & whole, in_flight_closed(*sizes, "input"), alive)
+    parted = splits & ~whole
+    folded = parted & is_v(layouts)
+    pending = np.where(folded, 1.0, np.minimum(rank.rank + 1, alive))
+    # ZBV: while it drains, fewer are alive but of most of them the weight part waits.
+    zbv = folded & (layouts.schedule == _ZBV)
+    drain_alive, drain_pending = np.minimum(layouts.pp + rank.rank, alive), np.minimum(2.0 * rank.rank + 1, alive)
+    later = zbv & (drain_alive * kept + drain_pending * started > alive * kept + pending * started)
+    alive, pending = np.where(later, drain_alive, alive), np.where(later, drain_pending, pending)
+    pending = np.where(folded & ~zbv, 0.0, pending)
+    return alive, np.where(parted, pending * started, 0.0)
+
+
+def _weight_part(shape: Shape, layouts: Layouts, element: float, tokens: Ints) -> Floats:
+    """Gradients that the weight part of one layer starts from: of the products' and norms' outputs.
+
+    Selective recomputation has by then made the attention's output again, too.
+    """
+    tp = layouts.tp
+    local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
+    inside = shape.query + 2 * shape.key_value + shape.ffn * (1 + shape.gated)
+    inside = inside + np.where(layouts.recompute == _SELECTIVE, shape.query, 0.0)
+    return element * tokens * (inside / tp + 4 * shape.hidden * local)
 
 
 def layer_passing(shape: Shape, layouts: Layouts, element: float) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.job.cluster import ClusterSpec
 from meshwright.plan.array_time import PassTime, pass_time
-from meshwright.plan.arrays import SCHEDULES, Evaluation, Floats, Layouts, Work, stage_counts
+from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Evaluation, Floats, Layouts, Work, stage_counts
 from meshwright.plan.collectives import Network
 from meshwright.plan.evaluate import evaluate, machine_of, rules_of
 from meshwright.plan.rules import Rules
@@ -19,6 +19,7 @@ from meshwright.plan.shape import Shape
 from meshwright.schedule.simulate import Sends, simulate
 from meshwright.schedule.table import table
 
+_FULL = RECOMPUTES.index("full")
 _IN_PIPELINE = ("forward", "backward", "recompute", "tp", "pp", "bubble")
 _PERIODIC_FROM = 6
 """Micro-batches a pipeline rank after which each ``pp`` more take as long as the last ``pp`` did."""
@@ -77,4 +78,8 @@ def stage_seconds(work: Work, layouts: Layouts, index: int, passes: PassTime) ->
     given[-1] += passes.head_backward[index] / 2
     weight = layers * passes.layer_weight[index]
     weight[-1] += passes.head_backward[index] / 2
+    # The first stage needs no input gradient, and one that recomputes itself would do so for each half: both whole.
+    whole = slice(None) if int(layouts.recompute[index]) == _FULL else slice(0, 1)
+    given[whole] += weight[whole]
+    weight[whole] = 0.0
     return forward, given, weight
