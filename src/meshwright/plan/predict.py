@@ -67,7 +67,8 @@ class _Predictor:
         cut = (alike, self._cut(place))
         if cut not in self._by_tp_rank:
             self._by_tp_rank[cut] = depends_on_tp_rank(self._job, place)
-        key = (cut, where.tp if self._by_tp_rank[cut] else 0)
+        # Rank 0 alone has a piece of a single number, where the world is so large that one is cut in pieces.
+        key = (cut, where.tp if self._by_tp_rank[cut] else 0, place.rank == 0)
         if key not in self._sends:
             self._sends[key] = sends(traffic(self._job, place, self._backend))
         if where.pp not in self._computes:

@@ -1,0 +1,87 @@
+"""The predicted ledger against the program itself, traced on fake tensors: state and traffic to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.comm import collectives
+from meshwright.job.job import Job
+from meshwright.ledger.compare import Tolerances, compare
+from meshwright.parallel import buckets, replicate
+from meshwright.plan.predict import predict
+from meshwright.prove.trace import trace
+from tests.ledger.random_jobs import random_job, random_rank
+from tests.small_jobs import small_job
+
+EXACT = Tolerances(activations=None, wire=0.0)
+
+
+def differences(job: Job, rank: int) -> list[str]:
+    """What the predicted and the traced ledger of a rank do not agree on."""
+    found = compare([trace(job, [rank]), predict(job, [rank])], EXACT)
+    return [f"{each.quantity}: {each.values}" for each in found if not each.agrees]
+
+
+@pytest.mark.parametrize("seed", [*range(1, 9), *(pytest.param(seed, marks=pytest.mark.all) for seed in range(9, 200))])
+def test_random_shapes_and_layouts(seed: int) -> None:
+    job = random_job(seed)
+    rank = random_rank(job, seed)
+    assert differences(job, rank) == [], f"rank {rank} of {job.layout}: {job}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=3 micro_batch=3",
+        "dp=16 zero=1 micro_batch=2",
+        pytest.param("dp=16 shard=4 zero=3 tp=2 micro_batch=2", marks=pytest.mark.all),
+        pytest.param("dp=64 zero=1 pp=4 micro_batch=1 schedule=zbv", marks=pytest.mark.all),
+        pytest.param("dp=512 micro_batch=1", marks=pytest.mark.all),
+    ],
+)
+def test_sizes_at_which_other_algorithms_run(layout: str) -> None:
+    """Above 512 KiB all-reduces go another way, above 256 KiB exchanges; the pieces of 3 ranks are uneven."""
+    model = {
+        "vocabulary": 32003, "hidden": 50000, "head_size": 8, "heads": 12, "kv_heads": 6, "ffn_hidden": 3000,
+        "layers": 8, "max_positions": 32768, "tied": True,
+    }  # fmt: skip
+    job = small_job(
+        layout, model=model, data={"sequence_length": 24576}, batch={"global_size": 1024 if "512" in layout else 128},
+        optimizer={"name": "adamw"}, precision={"dtype": "bfloat16"}, memory={"bucket_bytes": 25 << 20},
+    )  # fmt: skip
+    assert differences(job, job.layout.ranks - 1) == []
+
+
+def _smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = buckets.pack
+
+    def pack(parameters: Any, limit: int, alone: frozenset[str]) -> Any:
+        return original(parameters, limit // 2, alone)
+
+    monkeypatch.setattr(replicate, "pack", pack)
+
+
+def _more_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = buckets.Copies.__dict__["degree"].fget
+    monkeypatch.setattr(buckets.Copies, "degree", property(lambda self: 4 * original(self)))
+
+
+def _always_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "ONE_ROUND_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (_smaller_buckets, "messages"),
+        (_more_padding, "stores: gradients"),
+        (_always_two_rounds, "wire"),
+    ],
+)
+def test_a_change_of_the_program_alone_shows(monkeypatch: pytest.MonkeyPatch, change: Any, shown: str) -> None:
+    job = small_job("dp=3 zero=1 micro_batch=2", optimizer={"name": "adamw"}, precision={"dtype": "float32"})
+    assert differences(job, 0) == []
+    change(monkeypatch)
+    assert any(shown in difference for difference in differences(job, 0))
