@@ -63,7 +63,7 @@ def calibrate(
         print(json.dumps(json.loads(text)))
     else:
         for line in summary(cluster):
-            console.print(line)
+            console.print(line, soft_wrap=True)
 
 
 def _among_ranks(place: RankPlace, say: Callable[[str], None], effort: float) -> ClusterSpec | None:

@@ -48,3 +48,5 @@ class Host(_Part):
     """Of each group of parameters that ZeRO-2 or 3 gathers or reduces, each time: hooks."""
     sharded: _NonNegative = 0.0
     """Of each parameter in it: copies."""
+    tensor: _NonNegative = 0.0
+    """Of each collective along tp, beside the collective: products in two parts, buffers, Python."""

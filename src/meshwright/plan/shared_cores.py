@@ -184,7 +184,8 @@ class _Step:
         wide = max(4.0, self.element)
         loss = self.seconds("all_reduce", tp, wide * self.rows) + self.seconds("all_reduce", tp, 2 * wide * self.rows)
         hidden = 1 - self.idle_cores * self.rules.overlap_tensor
-        return np.where(tp > 1, (gathers * gather + scatters * scatter) * hidden + last * loss, 0.0)
+        around = (gathers + scatters) * self.host.tensor * self.dearer
+        return np.where(tp > 1, (gathers * gather + scatters * scatter) * hidden + last * loss + around, 0.0)
 
     # -- the pipeline -----------------------------------------------------------------------------------
 

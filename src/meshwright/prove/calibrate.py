@@ -33,11 +33,14 @@ from meshwright.prove.calibrate_kernels import Kernels, measure_kernels
 from meshwright.prove.calibrate_program import (
     SHAPES,
     SHARDED,
+    SPLIT,
     Phases,
     Shape,
     Sharding,
+    Split,
     measure_program,
     measure_sharding,
+    measure_split,
     program_job,
     step_times,
 )
@@ -46,8 +49,8 @@ from meshwright.recovery.environment import RankPlace
 
 Say = Callable[[str], None]
 
-_KERNEL_SECONDS, _COLLECTIVE_SECONDS, _BESIDE_SECONDS = 5.0, 14.0, 1.5
-_PROGRAM_ROUNDS = 8
+_KERNEL_SECONDS, _COLLECTIVE_SECONDS, _BESIDE_SECONDS = 4.0, 10.0, 1.2
+_PROGRAM_ROUNDS = 6
 _BESIDE = Shape(256, 2, 4, 768, 1024, 128, 1, 1)
 """The step that is timed alone and beside others."""
 
@@ -60,7 +63,7 @@ def calibrate(ranks: int, say: Say, *, effort: float = 1.0) -> ClusterSpec:
         say: told what is being measured.
         effort: scales how long it takes; 1 is under a minute.
     """
-    kernels, program, sharding = _on_this_machine(say, effort, ranks)
+    kernels, program, sharding, split = _on_this_machine(say, effort, ranks)
     say(f"computing beside others: 1 to {ranks} ranks on {_cores()} cores")
     contention = measure_contention(ranks, _BESIDE_SECONDS * effort)
     collectives: list[CollectiveTime] = []
@@ -75,7 +78,7 @@ def calibrate(ranks: int, say: Say, *, effort: float = 1.0) -> ClusterSpec:
             pool.close()
     return cluster_of_findings(
         Findings(
-            kernels, program, sharding, contention, collectives, nodes=1, devices_per_node=ranks, cores=_cores(),
+            kernels, program, sharding, split, contention, collectives, nodes=1, devices_per_node=ranks, cores=_cores(),
             memory_bytes=psutil.virtual_memory().total // ranks, device=processor_name(), cuda=False,
             note=_note(),
         )
@@ -97,11 +100,12 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     kernels, contention = None, {1: 1.0}
     program: list[Phases] = []
     sharding: list[Sharding] = []
+    split: list[Split] = []
     if cuda:
         kernels = measure_kernels(_KERNEL_SECONDS * effort, cuda=True)
     elif place.rank == 0:
         with _without_launcher():
-            kernels, program, sharding = _on_this_machine(say, effort, place.local_world_size)
+            kernels, program, sharding, split = _on_this_machine(say, effort, place.local_world_size)
             say(f"computing beside others: 1 to {place.local_world_size} ranks on {_cores()} cores")
             contention = measure_contention(place.local_world_size, _BESIDE_SECONDS * effort)
     barrier(world)
@@ -113,7 +117,7 @@ def calibrate_as_rank(place: RankPlace, say: Say, *, effort: float = 1.0, cuda: 
     memory = psutil.virtual_memory().total // place.local_world_size
     return cluster_of_findings(
         Findings(
-            kernels, program, sharding, contention, collectives,
+            kernels, program, sharding, split, contention, collectives,
             nodes=max(1, place.world_size // place.local_world_size), devices_per_node=place.local_world_size,
             cores=_cores(), memory_bytes=torch.cuda.mem_get_info()[1] if cuda else memory,
             device=torch.cuda.get_device_name() if cuda else processor_name(), cuda=cuda, note=_note(),
@@ -132,8 +136,8 @@ def _without_launcher() -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _on_this_machine(say: Say, effort: float, ranks: int) -> tuple[Kernels, list[Phases], list[Sharding]]:
-    """With one process, and what sharding adds with two."""
+def _on_this_machine(say: Say, effort: float, ranks: int) -> tuple[Kernels, list[Phases], list[Sharding], list[Split]]:
+    """With one process; and with two, what sharding and splitting matrices add."""
     rounds = max(3, round(_PROGRAM_ROUNDS * effort))
     pool = RankPool(1)
     try:
@@ -144,14 +148,16 @@ def _on_this_machine(say: Say, effort: float, ranks: int) -> tuple[Kernels, list
     finally:
         pool.close()
     if ranks == 1:
-        return kernels, program, []
-    say("two ranks: what sharding parameters adds to a step")
+        return kernels, program, [], []
+    say("two ranks: what sharding parameters and splitting matrices add to a step")
     pool = RankPool(2)
     try:
-        sharding: list[Sharding] = pool.run(measure_sharding, SHARDED, max(2, rounds // 3), timeout=600.0)[0]
+        few = max(2, rounds // 3)
+        sharding: list[Sharding] = pool.run(measure_sharding, SHARDED, few, timeout=600.0)[0]
+        split: list[Split] = pool.run(measure_split, SPLIT, few, timeout=600.0)[0]
     finally:
         pool.close()
-    return kernels, program, sharding
+    return kernels, program, sharding, split
 
 
 def measure_contention(ranks: int, seconds: float) -> dict[int, float]:

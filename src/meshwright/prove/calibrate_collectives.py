@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import all_gather, all_gather_json, all_reduce, barrier, reduce_scatter
+from meshwright.comm.shared_memory import close_channel, open_channel
 from meshwright.job.cluster import Level
 from meshwright.prove.stopwatch import Timing
 
@@ -90,6 +91,8 @@ def measure_collectives(
             group = dist.new_group(list(ranks), group_desc="meshwright calibration")
             if dist.get_rank() in ranks:
                 mine = group
+        if mine is not None and device.type == "cpu":
+            open_channel(mine, all_gather_json)  # as a mesh does with its groups
         barrier(world)
         share = seconds / len(wanted)
         samples = {} if mine is None else _measure_group(mine, sizes, share, device)
@@ -101,6 +104,7 @@ def measure_collectives(
             if (key := f"{operation} {size}") in replies[0]
         ]
         if mine is not None:
+            close_channel(mine)
             dist.destroy_process_group(mine)
     return result
 

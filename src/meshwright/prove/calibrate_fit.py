@@ -13,12 +13,13 @@ from meshwright.job.efficiency import AttentionCurve, Efficiency, GemmCurve
 from meshwright.job.hardware import DeviceSpec
 from meshwright.job.host import Host, PassSeconds
 from meshwright.plan.array_time import LayerTime, Machine, layer_time, stream_elements
-from meshwright.plan.arrays import Work
+from meshwright.plan.arrays import Work, from_layouts
+from meshwright.plan.evaluate import evaluate
 from meshwright.plan.rules import OURS
 from meshwright.plan.shape import Shape
 from meshwright.prove.calibrate_collectives import CollectiveTime
 from meshwright.prove.calibrate_kernels import Kernels
-from meshwright.prove.calibrate_program import Phases, Sharding, program_job
+from meshwright.prove.calibrate_program import Phases, Sharding, Split, program_job
 from meshwright.prove.stopwatch import Timing
 
 Floats = NDArray[np.float64]
@@ -130,6 +131,17 @@ def fit_sharding(measured: Sequence[Sharding]) -> tuple[float, float]:
     return float(unit), float(sharded)
 
 
+def fit_split(measured: Sequence[Split], cluster: ClusterSpec) -> float:
+    """``Host.tensor``: what steps under ``tp=2`` take beyond what ``cluster`` says of their computation."""
+    extra = []
+    for one in measured:
+        job = program_job(one.shape, {"tp": 2})
+        work = Work.of(job)
+        computed = evaluate(work, cluster, from_layouts([job.layout], work)).step_time[0]
+        extra.append((one.seconds - float(computed)) / one.collectives)
+    return max(0.0, float(np.median(extra)))
+
+
 def _known(phases: Phases, machine: Machine) -> _Known:
     job = program_job(phases.shape)
     shape, one = Shape.of(Work.of(job)), np.ones(1)
@@ -193,6 +205,8 @@ class Findings:
     """Empty on CUDA."""
     sharding: Sequence[Sharding]
     """Empty on CUDA and on one rank."""
+    split: Sequence[Split]
+    """The same."""
     contention: Mapping[int, float]
     collectives: Sequence[CollectiveTime]
     nodes: int
@@ -238,7 +252,7 @@ def cluster_of_findings(found: Findings) -> ClusterSpec:
             unit, sharded = fit_sharding(found.sharding)
             host = host.model_copy(update={"unit": unit, "sharded": sharded})
         notes.append(f"host: fitted on steps of {len(found.program)} small models, median error {error:.1%}")
-    return ClusterSpec(
+    cluster = ClusterSpec(
         name=f"{found.nodes}x{found.devices_per_node} {found.device}",
         nodes=found.nodes,
         devices_per_node=found.devices_per_node,
@@ -247,11 +261,14 @@ def cluster_of_findings(found: Findings) -> ClusterSpec:
             intra=_link(measured, "intra", "nvlink or pcie" if found.cuda else "loopback", found.devices_per_node),
             inter=_link(measured, "inter", "network", found.nodes),
         ),
-        collectives=measured,
-        contention=dict(found.contention) if found.program else {},
         host=host,
         basis=tuple(notes),
     )
+    if host is not None and found.split:
+        # Without collectives and neighbours: computation alone.
+        host = host.model_copy(update={"tensor": fit_split(found.split, cluster)})
+    contention = dict(found.contention) if found.program else {}
+    return cluster.model_copy(update={"host": host, "collectives": measured, "contention": contention})
 
 
 def _spread(found: Findings) -> str:

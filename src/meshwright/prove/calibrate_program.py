@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collectives import barrier
+from meshwright.comm.collectives import all_gather, barrier, reduce_scatter
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.timeline import Timeline
 from meshwright.data.batch import Batch
@@ -88,6 +88,14 @@ SHARDED: tuple[Shape, ...] = (
     Shape(256, 4, 4, 768, 512, 32, 1, 2),
 )
 """Little to compute, so that what ZeRO-3 adds shows."""
+
+
+SPLIT: tuple[Shape, ...] = (
+    Shape(64, 8, 2, 128, 256, 32, 1, 1),
+    Shape(128, 4, 4, 384, 512, 128, 2, 1),
+    Shape(256, 3, 4, 768, 512, 128, 1, 1),
+)
+"""For tensor parallelism on two ranks."""
 
 
 def program_job(shape: Shape, layout: dict[str, Any] | None = None) -> Job:
@@ -209,3 +217,48 @@ def measure_sharding(shapes: tuple[Shape, ...], rounds: int) -> list[Sharding]:
         extra = statistics.median(seconds[3]) - statistics.median(seconds[0])
         result.append(Sharding(shape, max(0.0, extra)))
     return result
+
+
+@dataclass(frozen=True)
+class Split:
+    """One step of a shape under ``tp=2``, seconds of this rank's core, its collectives taken off."""
+
+    shape: Shape
+    seconds: float
+    collectives: int
+    """How many it called."""
+
+
+def measure_split(shapes: tuple[Shape, ...], rounds: int) -> list[Split]:
+    """Tensor parallelism on the two ranks of the group; every one of them must call it."""
+    result = []
+    for shape in shapes:
+        job = program_job(shape, {"tp": 2})
+        steps = [statistics.median(step_times(job, 3, core_clock)) for _ in range(rounds)]
+        gathers, scatters = 6 * shape.layers + 3, 4 * shape.layers + 2
+        elements = shape.micro_batch * shape.sequence * shape.hidden
+        with Mesh(job.layout) as mesh:
+            gather, scatter = _collective_seconds(mesh, elements)
+        alone = shape.micro_batches * (gathers * gather + scatters * scatter)
+        calls = shape.micro_batches * (gathers + scatters)
+        result.append(Split(shape, max(0.0, statistics.median(steps) - alone), calls))
+    return result
+
+
+def _collective_seconds(mesh: Mesh, elements: int) -> tuple[float, float]:
+    """Of this rank's core: one all-gather and one reduce-scatter of a float32 activation along tp."""
+    group = mesh.group("tp")
+    whole, part = torch.zeros(elements), torch.zeros(elements // group.size())
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: all_gather(whole, part, group),
+        lambda: reduce_scatter(part, whole, group),
+    )
+    seconds = []
+    for call in calls:
+        samples = []
+        for _ in range(20):
+            began = core_clock()
+            call()
+            samples.append(core_clock() - began)
+        seconds.append(statistics.median(samples))
+    return seconds[0], seconds[1]
