@@ -163,8 +163,10 @@ def test_what_is_explained_adds_up_to_the_ledger(layout: str) -> None:
         assert formula
         sums[quantity] = sums.get(quantity, 0) + value
     entry = predict(job, [1]).ranks[0]
-    for name in ("parameters", "gradients", "optimizer"):
+    for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "peak"):
         assert sums[f"stores: {name}"] == getattr(entry.stores, name)
+    for name in ("forward", "backward", "recompute"):
+        assert sums[f"computes: {name}"] == getattr(entry.computes, name)
     for send in entry.sends:
         for name in ("payload", "wire", "messages"):
             assert sums[f"sends: {' '.join(send.key)}: {name}"] == getattr(send, name)
