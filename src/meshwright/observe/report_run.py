@@ -89,7 +89,7 @@ def _notes(records: Records, predicted: Predicted) -> Iterator[str]:
         yield f"Assumed of the cluster: {assumed}."
     if predicted.ledger is not None:
         yield "Predicted ledgers are computed anew from the job when the report is written."
-    yield "1 MB is 1,000,000 bytes. Each section's numbers are in the file as JSON, in a script element that runs nothing."
+    yield "1 MB is 1,000,000 bytes. Each section's numbers are in the file as JSON too, which runs nothing."
 
 
 def short(layout: str) -> str:
