@@ -13,16 +13,19 @@ from meshwright.cli.calibrate import _check, summary
 from meshwright.errors import InputError
 from meshwright.job.cluster import ClusterSpec, cluster_from_values, load_cluster
 from meshwright.job.efficiency import GemmCurve
+from meshwright.plan.arrays import Work, from_layouts
+from meshwright.plan.evaluate import evaluate
 from meshwright.prove.calibrate import calibrate, measure_contention
 from meshwright.prove.calibrate_collectives import OPERATIONS, Grouping, groupings, measure_collectives
 from meshwright.prove.calibrate_fit import (
     fit_attention,
     fit_gemm,
     fit_sharding,
+    fit_split,
     non_negative_least_squares,
 )
 from meshwright.prove.calibrate_kernels import ATTENTIONS, GEMMS, measure_kernels
-from meshwright.prove.calibrate_program import SHARDED, Shape, Sharding, measure_program, program_job
+from meshwright.prove.calibrate_program import SHARDED, SPLIT, Shape, Sharding, Split, measure_program, program_job
 from meshwright.prove.pool import RankPool
 from meshwright.prove.stopwatch import Timing, interleaved
 
@@ -72,6 +75,19 @@ def test_what_sharding_adds_is_found_again() -> None:
     unit, sharded = fit_sharding(made)
     assert unit == pytest.approx(7e-4, rel=0.01)
     assert sharded == pytest.approx(6e-10, rel=0.01)
+
+
+def test_what_splitting_adds_is_what_is_beyond_the_computation() -> None:
+    alone = CLUSTER.model_copy(update={"collectives": (), "contention": {}})
+    made = []
+    for shape in SPLIT:
+        one = program_job(shape, {"tp": 2})
+        work = Work.of(one)
+        computed = float(evaluate(work, alone, from_layouts([one.layout], work)).step_time[0])
+        calls = 10 * shape.layers + 5
+        made.append(Split(shape, computed + calls * 2e-4, calls))
+    assert fit_split(made, alone) == pytest.approx(2e-4)
+    assert fit_split([Split(SPLIT[0], 0.0, 85)], alone) == 0
 
 
 def test_cases_are_timed_in_turns() -> None:
