@@ -22,7 +22,7 @@ from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held, is_v
+from meshwright.plan.stages import Held, held, is_v, uneven_stages
 from meshwright.schedule.in_flight_closed import in_flight_closed, stage_in_flight_closed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
@@ -77,6 +77,7 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     kept = layer_bytes(shape, layouts, rules, element)
     chunk = rank.layers / layouts.virtual
     flight, waiting = _in_flight(layouts, rank, chunk * kept, chunk * _weight_part(shape, layouts, element, tokens))
+    chunk = _full_chunk(shape, layouts, rank, flight, chunk)
     saved = flight * (chunk * kept + rank.embedding * rules.dropout * tokens * shape.hidden * local)
     sizes = (layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank, layouts.virtual - 1)
     losses = stage_in_flight_closed(*sizes)
@@ -100,6 +101,23 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     parts["activations"] = activations
     parts["temporary"] = temporary + waiting + rules.context_bytes + rules.slack * activations
     return {name: np.broadcast_to(np.asarray(value, float), layouts.dp.shape) for name, value in parts.items()}
+
+
+def _full_chunk(shape: Shape, layouts: Layouts, rank: Held, flight: Floats, mean: Floats) -> Floats:
+    """Layers of a stage, weighted by the micro-batches that each stage of the rank holds at the peak.
+
+    Earlier stages hold more of both, so a rank with uneven stages holds more than their mean says.
+    """
+    if not np.any((layouts.virtual > 1) & (np.mod(shape.layers, layouts.stage_total) > 0)):
+        return mean
+    base, more, first = uneven_stages(layouts, shape.layers, rank.rank)
+    sizes = (layouts.schedule, layouts.pp, layouts.virtual, layouts.micro_batches, rank.rank)
+    in_first = stage_in_flight_closed(*sizes, 0)
+    in_last = stage_in_flight_closed(*sizes, layouts.virtual - 1)
+    folded = is_v(layouts)
+    among = np.where(folded, first * in_first + (more - first) * in_last, more * in_first)
+    weighted = base + np.minimum(among, flight) / np.maximum(flight, 1)
+    return np.where((layouts.virtual > 1) & (layouts.last_fewer == 0), np.maximum(weighted, mean), mean)
 
 
 def _in_flight(layouts: Layouts, rank: Held, kept: Floats, started: Floats) -> tuple[Floats, Floats]:

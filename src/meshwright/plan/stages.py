@@ -74,3 +74,16 @@ def _count(low: Ints, high: Ints, residue: Ints, modulus: Ints) -> Ints:
         return (value - residue) // modulus + 1
 
     return np.where(high >= low, np.maximum(up_to(high), 0) - np.maximum(up_to(low - 1), 0), 0)
+
+
+def uneven_stages(layouts: Layouts, layers: Value, rank: Ints) -> tuple[Floats, Floats, Floats]:
+    """Layers of a rank's smaller stages, and how many of its stages hold one more: among all, and its first.
+
+    Of ``virtual`` stages a rank; where stages are even, or one a rank, all of them are the smaller ones.
+    """
+    total = np.asarray(layers, np.int64)
+    base, extra = total // layouts.stage_total, total % layouts.stage_total
+    folded = is_v(layouts)
+    first = (rank < extra).astype(np.int64)
+    more = np.where(folded, first + (2 * layouts.pp - 1 - rank < extra), _count(0 * extra, extra - 1, rank, layouts.pp))
+    return base.astype(float), more.astype(float), first.astype(float)
