@@ -6,10 +6,10 @@ bits do not depend on the transport. With P ranks and n bytes of input, each ran
 
     reduce_scatter  (P-1)/P n      all_gather  (P-1) n (n: one rank's part)      all_reduce  2 (P-1)/P n
 
-or, while that is at most ``ONE_ROUND_BYTES``, an all_reduce is one round of (P-1) n. Above, Gloo's own
-is as fast as any two rounds, and serves where the order does not matter. On CUDA tensors (NCCL) they
-are the native operations; ``ordered=True`` sums in rank order there too. 16-bit floats travel as they
-are and are added in float32, rounded once (NCCL's own sums are not).
+or, while that is at most ``ONE_ROUND_BYTES``, an all_reduce is one round of (P-1) n. Above, where ranks
+share no memory, Gloo's own is as fast as any two rounds, and serves where the order does not matter.
+On CUDA tensors (NCCL) they are the native operations; ``ordered=True`` sums in rank order there too.
+16-bit floats travel as they are and are added in float32, rounded once (NCCL's own sums are not).
 
 All take ``group``, the process group; and ``asynchronous``: return a :class:`Handle` at once, and leave
 inputs and outputs alone until its ``wait``. Every rank of the group must call them in the same order.
@@ -37,6 +37,7 @@ from meshwright.comm.exchange import (
     spread,
     swap,
 )
+from meshwright.comm.shared_memory import channel_of
 from meshwright.comm.timeline import blocked
 from meshwright.comm.traffic import Key, nbytes, operation, resumed
 
@@ -203,7 +204,7 @@ def _start_all_reduce(flat: Tensor, group: dist.ProcessGroup, op: str, ordered: 
     degree, direct = group.size(), _is_direct(flat)
     little = direct and (degree - 1) * nbytes([flat]) <= ONE_ROUND_BYTES
     # Gloo adds 16-bit floats slowly and rounds each time, and its max and min lose NaN.
-    by_backend = not direct or (op == "sum" and flat.dtype not in LOW_PRECISION)
+    by_backend = not direct or (op == "sum" and flat.dtype not in LOW_PRECISION and channel_of(group) is None)
     if not ordered and not little and by_backend:
         return Handle(group, "all_reduce", [dist.all_reduce(flat, op=native, group=group, async_op=True)])
     if little or not direct:

@@ -1,7 +1,8 @@
 """Direct exchange on CPU: every rank sends every other rank one message; sums are local, in rank order.
 
-Large exchanges are plain sends and receives (no copies, no staging); small ones one all-to-all, which
-wakes fewer threads. ``bench/collectives.py`` holds both against Gloo's own collectives.
+Between ranks of one host they go through memory that the ranks share (``comm.shared_memory``), where a mesh has
+opened it. Otherwise large exchanges are plain sends and receives (no copies, no staging); small ones one all-to-all,
+which wakes fewer threads. ``bench/collectives.py`` holds all of them against Gloo's own collectives.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.comm.shared_memory import Arrival, Channel, Coming, channel_of
+from meshwright.comm.traffic import moved, nbytes, recording
 
 SMALL_BYTES = 256 * 1024
 """Up to this many bytes over all pieces, one all-to-all instead of sends.
@@ -56,6 +60,8 @@ def same_place(one: Tensor, other: Tensor) -> bool:
 def post(group: dist.ProcessGroup, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[Any]:
     """Start sending ``sends[r]`` to rank r and receiving ``receives[r]`` from it; own and empty ones are skipped."""
     rank, degree = group.rank(), group.size()
+    if (channel := channel_of(group)) is not None:
+        return [_shared(channel, sends, receives)]
     works = []
     for distance in range(1, degree):
         peer = (rank - distance) % degree
@@ -66,6 +72,11 @@ def post(group: dist.ProcessGroup, sends: Sequence[Tensor], receives: Sequence[T
         if sends[peer].numel():
             works.append(group.send([sends[peer]], peer, _TAG))
     return works
+
+
+def _shared(channel: Channel, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Arrival:
+    moved(nbytes(send for peer, send in enumerate(sends) if peer != channel.rank))
+    return Arrival(channel, sends, receives)
 
 
 def swap(group: dist.ProcessGroup, arrived: Tensor, sent: Tensor) -> list[Any]:
@@ -82,6 +93,10 @@ def swap(group: dist.ProcessGroup, arrived: Tensor, sent: Tensor) -> list[Any]:
 def _all_to_all(group: dist.ProcessGroup, arrived: Tensor, sent: Tensor) -> list[Any]:
     if not sent.numel():
         return []
+    if (channel := channel_of(group)) is not None:
+        sends, receives = pieces(sent, channel.size), pieces(arrived, channel.size)
+        receives[channel.rank].copy_(sends[channel.rank])
+        return [_shared(channel, sends, receives)]
     # As bytes: Gloo's all-to-all does not know every dtype.
     work = dist.all_to_all_single(arrived.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True)
     return [work]
@@ -93,7 +108,7 @@ def spread(group: dist.ProcessGroup, gathered: Tensor, mine: Tensor, *, at_once:
     ``at_once``: as one all-to-all whatever the size.
     """
     degree = group.size()
-    if at_once or is_small(gathered):
+    if (at_once or is_small(gathered)) and channel_of(group) is None:
         return _all_to_all(group, gathered, torch.cat([mine] * degree))
     parts = pieces(gathered, degree)
     works = post(group, [mine] * degree, parts)
@@ -110,6 +125,18 @@ def collect(
     ``output`` may be this rank's own part. The parts may differ in length.
     """
     rank, degree = group.rank(), group.size()
+    if (channel := channel_of(group)) is not None and not recording():
+        number = channel.send(parts)
+
+        def combine_in_place() -> None:
+            messages = [
+                parts[rank] if peer == rank else channel.message(number, peer, parts[rank].dtype)
+                for peer in range(degree)
+            ]
+            combine_in_rank_order(output, messages, rank, combine)
+            channel.release(number)
+
+        return [Coming(channel, number)], combine_in_place
     scratch = parts[rank].new_empty((degree - 1, parts[rank].numel()))
     arrived = [parts[rank] if peer == rank else scratch[peer - (peer > rank)] for peer in range(degree)]
     return post(group, parts, arrived), lambda: combine_in_rank_order(output, arrived, rank, combine)

@@ -48,9 +48,7 @@ class Mesh:
             an order of all ranks.
     """
 
-    def __init__(
-        self, layout: Layout, device_type: str = "cpu", world_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, device_type: str = "cpu", world_group: dist.ProcessGroup | None = None) -> None:
         size = dist.get_world_size()
         if layout.ranks != size:
             raise InputError(

@@ -230,6 +230,17 @@ def activate(traffic: Traffic | None) -> None:
     _active = traffic
 
 
+def recording() -> bool:
+    """Whether what is sent is being counted."""
+    return _active is not None
+
+
+def moved(nbytes: int) -> None:
+    """Enter bytes that went to other ranks without a transport operation, as wire bytes of the collective around."""
+    if _active is not None and _inside is not None:
+        _active.counts[_inside].wire += nbytes
+
+
 @contextmanager
 def operation(group: dist.ProcessGroup, name: str, payload: int) -> Iterator[Key | None]:
     """Enter everything sent inside as one call of the collective ``name`` with ``payload`` bytes.
