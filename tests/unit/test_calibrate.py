@@ -125,6 +125,7 @@ def test_collectives_are_timed_alike_on_all_ranks(ranks: Callable[[int], RankPoo
     ]
 
 
+@pytest.mark.all
 def test_steps_are_timed_by_phase(ranks: Callable[[int], RankPool]) -> None:
     shape = Shape(32, 1, 2, 64, 64, 16, 1, 1)
     (phases,) = ranks(1).run(measure_program, (shape,), 3)[0]

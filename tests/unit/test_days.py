@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_replicas_go_on_only_when_asked() -> None:
     asked = DaysOptions(mtbf="3h", checkpoint_cost="30s", repair="24h", spares=0, elastic=True).question(64, 32)
     waits = DaysOptions(mtbf="3h", checkpoint_cost="30s", repair="24h", spares=0).question(64, 32)
     assert asked is not None and waits is not None
+    asked, waits = (replace(one, simulated_failures=320) for one in (asked, waits))
     assert (asked.replicas, waits.replicas) == (32, 1)
     one = horizon(asked, step_time=5.0, tokens_per_step=1e6, devices=64)
     other = horizon(waits, step_time=5.0, tokens_per_step=1e6, devices=64)
