@@ -169,10 +169,10 @@ def measure_contention(ranks: int, seconds: float) -> dict[int, float]:
     times: dict[int, list[float]] = {count: [] for count in range(1, ranks + 1)}
     try:
         with ThreadPoolExecutor(ranks) as threads:
-            list(threads.map(lambda pool: pool.run(step_for, 0.0), pools))  # start them all
+            list(threads.map(lambda pool: pool.run(step_for, 0.0, timeout=600.0), pools))  # start them all
             for _ in range(3):
                 for count in times:
-                    replies = threads.map(lambda pool: pool.run(step_for, seconds / 3), pools[:count])
+                    replies = threads.map(lambda pool: pool.run(step_for, seconds / 3, timeout=600.0), pools[:count])
                     times[count] += [step for reply in replies for step in reply[0]]
     finally:
         for pool in pools:
