@@ -151,10 +151,11 @@ def hold_together(
         cluster: the machine, for predicted times; absent: none are predicted.
     """
     with ThreadPoolExecutor(1) as beside:
-        measuring = beside.submit(measure, pool, job)
-        traced = trace(job, ranks)
-        predicted = predict(job, backend="gloo")
-        measured = measuring.result()
+        # Not the other way round: the ranks of a pool end with the thread that started them.
+        tracing = beside.submit(trace, job, ranks)
+        measured = measure(pool, job)
+        traced = tracing.result()
+    predicted = predict(job, backend="gloo")
     return Agreement(
         label=label,
         layout=job.layout,
