@@ -93,6 +93,10 @@ def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, ra
     working = layer_bytes(shape, layouts.with_columns(recompute=0), rules, element)
     again = np.where(layouts.recompute > 0, np.maximum(working - kept, 0.0), 0.0)
     passing = rules.backward_passing * layer_passing(shape, layouts, element)
+    if rules.backward_passing:
+        # ZeRO-2 and 3: a layer's weight gradients stay until all are there, and are laid out to be reduced.
+        grouped = (element + rules.wire_bytes) * per_layer
+        passing = passing + np.where((layouts.zero >= 2) & (layouts.shard > 1), grouped, 0.0)
     first = at_head + made >= again + passing
     activations = saved + np.where(first, at_head, again)
     temporary = np.where(first, made, passing) + _buffers(shape, layouts, rules, per_layer, count, outside)
