@@ -10,7 +10,7 @@ from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.extents import Extents
 from meshwright.plan.place import Place, StagePlace
 from meshwright.plan.receives import receives
-from meshwright.plan.reductions import BucketFlight, GroupFlight, gather_staging, scatter_staging
+from meshwright.plan.reductions import BucketFlight, Flight, GroupFlight, gather_staging, scatter_staging
 from meshwright.plan.stage_walk import StageWalk
 from meshwright.plan.state import Bucket, Division, Group, buckets, division, lane_bytes, packed, stage_groups, units
 from meshwright.plan.tape import Tape
@@ -61,7 +61,7 @@ class _Step:
             GroupFlight(self.divided, place.parameter_bytes, place.wide_bytes) if self.divided.grouped else None
         )
         self.stages = {stage.number: self._stage(stage) for stage in place.stages}
-        self._flights: list[BucketFlight] = []
+        self.bucket_flight = Flight()
 
     def _stage(self, stage: StagePlace) -> StageWalk:
         place, job = self.place, self.job
@@ -107,11 +107,13 @@ class _Step:
             flight = self._flight(walk.stage)
         walk.backward(flight)
         if flight is not None:
-            flight.settle(self.tape)
+            flight.start_rest(self.tape)
 
     def _flight(self, stage: StagePlace) -> BucketFlight:
+        if self.divided.every_step:
+            self.bucket_flight.settle(self.tape)
         mine = _stage_buckets(self.job, self.place, self.divided, stage)
-        return BucketFlight(mine, self.place.parameter_bytes, self.place.wide_bytes)
+        return BucketFlight(mine, self.place.parameter_bytes, self.place.wide_bytes, self.bucket_flight)
 
     def _pipeline(self) -> None:
         layout, place, tape = self.layout, self.place, self.tape
@@ -140,7 +142,7 @@ class _Step:
             flight = self._flight(walk.stage)
         walk.weight_backward(micro_batch, flight)
         if flight is not None:
-            flight.settle(self.tape)
+            flight.start_rest(self.tape)
 
     def _whole(self, stage: StagePlace) -> bool:
         """Whether backward runs in one piece: a stage that recomputes parameters would do so for each part."""
@@ -150,6 +152,7 @@ class _Step:
 
     def _finish(self) -> None:
         tape, divided = self.tape, self.divided
+        self.bucket_flight.settle(tape)
         if self.group_flight is not None:
             self.group_flight.settle(tape)
             if divided.copies > 1:

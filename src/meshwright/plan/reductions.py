@@ -21,17 +21,44 @@ def gather_staging(whole: int) -> int:
     return whole if whole <= SMALL_EXCHANGE else 0
 
 
+class Flight:
+    """Sequences of operations under way; each is the buffers of its operations, and has at least one."""
+
+    def __init__(self) -> None:
+        self._under_way: list[list[int]] = []
+
+    def start(self, operations: list[int], tape: Tape) -> None:
+        """Begin a sequence, then carry every older one on by one operation."""
+        older, self._under_way = self._under_way, []
+        if operations:
+            tape.use(operations[0])
+            self._under_way.append(operations)
+        self._carry_on(older, tape)
+
+    def settle(self, tape: Tape) -> None:
+        """End everything."""
+        while self._under_way:
+            older, self._under_way = self._under_way, []
+            self._carry_on(older, tape)
+
+    def _carry_on(self, older: list[list[int]], tape: Tape) -> None:
+        for each in older:
+            tape.drop(each[0])
+            if each[1:]:
+                tape.use(each[1])
+                self._under_way.append(each[1:])
+
+
 class BucketFlight:
     """The buckets of one stage in its last backward pass (in deterministic mode: in every one).
 
-    A bucket starts when the last of its gradients is there, and then carries every older one on by one operation.
+    A bucket starts when the last of its gradients is there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], element: int, wide: int) -> None:
+    def __init__(self, buckets: Sequence[Bucket], element: int, wide: int, flight: Flight) -> None:
         self._ends: list[int] = []
         self._operations: list[list[int]] = []
-        self._element, self._came, self._started = element, 0, 0
-        self._under_way: list[list[int]] = []
+        self._element, self._came, self._started, self._flight = element, 0, 0, flight
         filled = 0
         for bucket in buckets:
             for _ in range(bucket.times):
@@ -45,30 +72,14 @@ class BucketFlight:
         while self._started < len(self._ends) and self._ends[self._started] <= self._came:
             self._start(tape)
 
-    def _start(self, tape: Tape) -> None:
-        operations = self._operations[self._started]
-        self._started += 1
-        older, self._under_way = self._under_way, []
-        if operations:
-            tape.use(operations[0])
-            self._under_way.append(operations)
-        for each in older:
-            tape.drop(each[0])
-            if each[1:]:
-                tape.use(each[1])
-                self._under_way.append(each[1:])
-
-    def settle(self, tape: Tape) -> None:
-        """Start what has not, and end everything."""
+    def start_rest(self, tape: Tape) -> None:
+        """Start what has not."""
         while self._started < len(self._ends):
             self._start(tape)
-        while self._under_way:
-            older, self._under_way = self._under_way, []
-            for each in older:
-                tape.drop(each[0])
-                if each[1:]:
-                    tape.use(each[1])
-                    self._under_way.append(each[1:])
+
+    def _start(self, tape: Tape) -> None:
+        self._flight.start(self._operations[self._started], tape)
+        self._started += 1
 
 
 def _operations(bucket: Bucket, wide: int) -> list[int]:

@@ -73,16 +73,22 @@ class StageWalk:
     def _masks(self) -> int:
         """Bytes of the masks that the layers share."""
         windows = {self._window(layer) for layer in self.stage.layers}
-        return self.x.mask * sum(self.x.has_mask(window) for window in windows)
+        return int(self.x.mask * sum(self.x.has_mask(window) for window in windows))
 
     @property
     def _mask_stays(self) -> bool:
         """Attention that is written out adds its mask and saves nothing of it; what recomputes holds on to it."""
         return self.x.spec.attention_dropout == 0 or self.stage.recompute != "none"
 
+    def _mask_ends(self, index: int) -> bool:
+        """Whether a whole backward pass ends a mask with this layer; what recomputes keeps it to the end."""
+        windows = [self._window(layer) for layer in self.stage.layers[: index + 1]]
+        last = windows[index] not in windows[:index]
+        return last and self._mask_stays and self.stage.recompute == "none" and self.x.has_mask(windows[index])
+
     @property
     def _tables(self) -> int:
-        return self.x.tables
+        return int(self.x.tables)
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -156,6 +162,8 @@ class StageWalk:
             rest, walk.pending = walk.pending, 0
             window = self._window(stage.layers[index])
             walk.layer_backward(stage.recompute, x.mask if x.has_mask(window) else 0)
+            if self._mask_ends(index):
+                self.tape.free(x.mask)
             self._reduce_block(walk)
             walk.pending += rest
         if stage.first:
@@ -167,7 +175,7 @@ class StageWalk:
     def _end_backward(self, walk: LayerWalk) -> None:
         """What the whole micro-batch held: masks, tables, input and output of the stage."""
         tape, x, stage = self.tape, self.x, self.stage
-        if self._mask_stays:
+        if self._mask_stays and stage.recompute != "none":
             tape.free(self._masks)
         if not self.alone:
             tape.free(self._tables)

@@ -255,7 +255,7 @@ class Walk:
         """Whether the fused product itself is what is saved, or seen by a view that is."""
         spec = self.x.spec
         if spec.qk_norm:
-            return min(self.x.heads, self.x.kv_heads) == 1
+            return bool(min(self.x.heads, self.x.kv_heads) == 1)
         return spec.positions != "rope" and spec.attention_dropout == 0
 
     def attention_core(self) -> None:
