@@ -58,8 +58,8 @@ def plan(
 
 
 def train(
-    job: JobLike, out: str | Path, *, layout: str | None = None, resume: bool = False, port: int | None = None,
-    quiet: bool = True,
+    job: JobLike, out: str | Path, *, layout: str | None = None, resume: bool = False, from_step: int | None = None,
+    port: int | None = None, quiet: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Train a model under the job's layout and return the run's summary, the content of ``summary.json``.
 
@@ -71,6 +71,7 @@ def train(
         out: directory of the run; new or empty unless ``resume``.
         layout: replaces the job's layout; ``auto``: the planner's.
         resume: go on from the last checkpoint in ``out``.
+        from_step: with ``resume``: from this checkpoint; later ones are put aside.
         port: rendezvous port on this machine; absent: a free one.
         quiet: print nothing.
 
@@ -92,7 +93,7 @@ def train(
     planned = with_planned_layout(_read(job, layout), run=folder if resume else None)
     check_port(port)  # before anything is written
     resolved = planned.job.resolve()
-    prepare_run(resolved, folder, resume=resume)
+    prepare_run(resolved, folder, resume=resume, from_step=from_step)
     planned.write(folder)
     words = [*(["--resume"] if resume else []), *(["--quiet"] if quiet else [])]
     launch(folder, resolved.layout.ranks, words, port=port)

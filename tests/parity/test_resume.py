@@ -112,3 +112,23 @@ def test_the_vocabulary_is_saved_without_its_padding(ranks: Ranks, tmp_path: Pat
     flipped.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
         verify(path)
+
+
+def test_a_damaged_checkpoint_is_refused_or_passed_over_by_policy(ranks: Ranks, tmp_path: Path) -> None:
+    """Passed over, it is put aside: it is neither taken nor in the way when the run gets to its step again."""
+    job = small_job("dp=2 zero=1", **ADAMW)
+    whole = ranks(2).run(train_and_save, job, str(tmp_path), 0, 6, [2, 4])[0]
+    file = tmp_path / "checkpoints" / "step-4" / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RankFailure, match=r"rank-00001.*before is step-2\); --set checkpoint.damaged"):
+        ranks(2).run(train_and_save, job, str(tmp_path), 4, 6, [])
+    lenient = small_job("dp=2 zero=1", checkpoint={"damaged": "previous"}, **ADAMW)
+    again = ranks(2).run(train_and_save, lenient, str(tmp_path), 2, 6, [4])[0]
+    assert again == whole[2:]
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-4"
+    assert verify(tmp_path / "checkpoints" / "step-4").step == 4
+    assert [path.name.rpartition("-")[0] for path in (tmp_path / "checkpoints").glob(".*")] == [
+        ".step-4.superseded",
+    ]  # fmt: skip

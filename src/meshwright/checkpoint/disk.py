@@ -42,6 +42,10 @@ class Disk:
         """Move a folder to a name that does not exist, at once or not at all."""
         source.rename(target)
 
+    def free_bytes(self, path: Path) -> int:
+        """What can still be written under a folder that exists."""
+        return shutil.disk_usage(path).free
+
     def remove(self, path: Path) -> None:
         """Remove a folder with all in it."""
         shutil.rmtree(path)

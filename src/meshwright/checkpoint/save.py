@@ -29,6 +29,9 @@ from meshwright.version import __version__
 SLICE_BYTES = 32 * 2**20
 """Larger boxes are cut: a slice is read whole to compare its checksum, and written by one rank."""
 
+_BYTES_ABOUT_A_SLICE = 512
+"""Its entries in a header and in the manifest, with something to spare."""
+
 Described = list[Any]
 """A piece as JSON: [key, dtype, global shape, offsets, sizes, bytes]."""
 
@@ -47,6 +50,7 @@ def save(
     optimizer: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
     keep: Retention | int | None = None,
+    finite: bool = False,
     world: World | None = None,
     disk: Disk | None = None,
 ) -> Path:
@@ -61,6 +65,7 @@ def save(
         optimizer: name and groups.
         state: what else must come back: data cursor, loss scaler.
         keep: remove older ones beyond this many (or by this rule), once the new one has been read back and verified.
+        finite: refuse to save infinities and NaN: such a state must not take the place of a good one.
         world: the ranks; absent: the default process group, or this process alone.
         disk: the file system; tests pass one that fails.
 
@@ -68,10 +73,11 @@ def save(
         The folder of the new checkpoint.
 
     Raises:
-        SaveError: a rank failed, or the boxes do not cover every tensor once. Nothing earlier is lost.
+        SaveError: a rank failed, there is not enough space, or the boxes do not cover every tensor once.
+            Nothing earlier is lost.
     """
     save_ = _Save(Path(folder), step, world or current_world(), disk or Disk())
-    save_.write(tensors)
+    save_.write(tensors, finite)
     header = {"layout": layout, "model": model or {}, "optimizer": optimizer or {}, "state": state or {}}
     save_.commit(header)
     if keep is not None:
@@ -90,7 +96,7 @@ class _Save:
         self.plan: list[tuple[Described, int]] = []
         self.written: list[Any] = []
 
-    def write(self, tensors: Sequence[PlacedTensor]) -> None:
+    def write(self, tensors: Sequence[PlacedTensor], finite: bool) -> None:
         """Agree who writes what, and write this rank's part."""
         self._together(self._open, rank_0=True)
         pieces = list(self._together(lambda: pieces_of(tensors)) or [])
@@ -98,11 +104,12 @@ class _Save:
 
         def planned() -> list[list[int]]:
             self.plan, assignment = plan(described)
+            self._check_space()
             return assignment
 
         assignment = self._together(planned, rank_0=True)
         mine = self.world.scatter(assignment or [])
-        outcome = self._together(lambda: self._write_file([pieces[number] for number in mine]))
+        outcome = self._together(lambda: self._write_file([pieces[number] for number in mine], finite))
         self.written = self.world.gather(outcome)
 
     def _open(self) -> None:
@@ -111,11 +118,23 @@ class _Save:
             raise SaveError(f"{self.target} is there already")
         self.disk.make_folder(self.temporary)
 
-    def _write_file(self, pieces: Sequence[Piece]) -> list[Any]:
+    def _check_space(self) -> None:
+        """Refuse a save that the disk has no room for, before anything of it is written."""
+        needed = sum(piece[5] + _BYTES_ABOUT_A_SLICE for piece, _ in self.plan)
+        free = self.disk.free_bytes(self.folder)
+        if free < needed:
+            raise SaveError(
+                f"{self.folder} has {free:,} bytes free but the checkpoint needs {needed:,}; free "
+                f"{needed - free:,} bytes there (meshwright checkpoint prune), or lower checkpoint.keep"
+            )
+
+    def _write_file(self, pieces: Sequence[Piece], finite: bool) -> list[Any]:
         if not self.temporary.is_dir():
             raise SaveError(f"{self.folder} is not the same folder on all ranks; use storage that all hosts share")
         if not pieces:
             return []
+        if finite:
+            _check_finite(pieces)
         path = self.temporary / f"rank-{self.world.rank:05d}.safetensors"
         entry, slices = write_file(path, pieces, self.disk)
         return [path.name, vars(entry), [vars(piece) for piece in slices]]
@@ -197,6 +216,13 @@ class _Save:
                 "earlier checkpoints are untouched"
             ) from cause
         return result
+
+
+def _check_finite(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        tensor = piece.tensor
+        if tensor.is_floating_point() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+            raise SaveError(f"{piece.source.key} is not finite (NaN or infinity), and such a state is not saved")
 
 
 def pieces_of(tensors: Sequence[PlacedTensor], slice_bytes: int = SLICE_BYTES) -> list[Piece]:

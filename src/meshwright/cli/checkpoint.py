@@ -119,12 +119,15 @@ def prune(
 
 def _retention(run: Path, keep: int | None) -> Any:
     """What the run's own job keeps, with another number where one is given."""
+    from dataclasses import replace
+
     from meshwright.checkpoint.retention import Retention
     from meshwright.job.job import load_job
+    from meshwright.train.saving import retention
 
     if (run / "job.toml").is_file():
-        section = load_job(run / "job.toml").checkpoint
-        return Retention(keep or section.keep)
+        own = retention(load_job(run / "job.toml"))
+        return own if keep is None else replace(own, keep=keep)
     if keep is None:
         raise InputError(f"prune: {run} has no job.toml that says how many stay; give --keep N")
     return Retention(keep)

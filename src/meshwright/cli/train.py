@@ -23,6 +23,9 @@ def train(
     layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2"; auto: planned.')] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
+    from_step: Annotated[
+        int | None, typer.Option(min=0, help="With --resume: from this checkpoint; later ones are put aside.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Rendezvous port on this machine; absent: a free one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
@@ -37,7 +40,7 @@ def train(
     check_port(port)  # before anything is written
 
     def prepare() -> None:
-        prepare_run(job, out, resume=resume)
+        prepare_run(job, out, resume=resume, from_step=from_step)
         planned.write(out)
 
     if place is not None:

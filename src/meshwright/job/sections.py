@@ -187,6 +187,14 @@ class CheckpointSection(Section):
     """Steps between checkpoints; absent: only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that this divides stay for good; so does one with a file named ``pin`` in its folder."""
+    keep_hours: Positive | None = None
+    """Checkpoints younger than this stay too."""
+    damaged: Literal["refuse", "previous"] = "refuse"
+    """``--resume`` finds the newest damaged: say so and stop, or take the one before it."""
+    failure: Literal["stop", "continue"] = "stop"
+    """A checkpoint could not be written (a full disk): stop the run, or train on and record it."""
 
 
 class ObserveSection(Section):

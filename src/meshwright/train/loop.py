@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from meshwright.checkpoint.save import SaveError
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.data.loader import Loader
@@ -62,7 +63,7 @@ class TrainingLoop:
         with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
             outcome, report = self._steps()
         if self.trainer.step_number > self.saver.saved_step:
-            self._save()
+            self._save(last=True)
         self._event(outcome, step=self.trainer.step_number)
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
@@ -169,9 +170,16 @@ class TrainingLoop:
         if every and self.trainer.step_number % every == 0:
             self._save()
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         began = time.monotonic()
-        self.saver.save()
+        try:
+            self.saver.save()
+        except SaveError as error:  # the same on every rank
+            if last or self.job.checkpoint.failure == "stop":
+                raise
+            self._event("save-failed", step=self.trainer.step_number, reason=str(error))
+            self.progress.say(str(error))
+            return
         self._event("saved", step=self.saver.saved_step, seconds=time.monotonic() - began)
 
     def _summary(self, outcome: Outcome, report: StepReport | None, seconds: float) -> dict[str, Any]:
@@ -206,7 +214,10 @@ class TrainingLoop:
         self.metrics = JsonLines(path)
         self.board = TensorBoard(self.run_dir / "tensorboard") if self.first and self.job.observe.tensorboard else None
         self.events = JsonLines(self.run_dir / "events.jsonl") if self.first else None
-        self._event("resumed" if resume else "started", step=self.start, layout=str(self.job.layout))
+        for problem in self.saver.passed_over:
+            self._event("damaged-checkpoint", problem=problem, resumed_from=self.start)
+        superseded = {"superseded": self.saver.superseded} if self.saver.superseded else {}
+        self._event("resumed" if resume else "started", step=self.start, layout=str(self.job.layout), **superseded)
 
     def _records_of_absent_ranks(self) -> list[Path]:
         """First rank: the metrics of ranks that an earlier, larger layout had."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import psutil
 import torch
 
+from meshwright.checkpoint.folder import step_folder, steps, supersede_later
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
@@ -16,26 +18,37 @@ from meshwright.errors import CheckpointError, InputError
 from meshwright.files import replace_text
 from meshwright.job.job import Job, load_job
 from meshwright.job.memory import check_memory
-from meshwright.train.saving import FOLDER, latest_checkpoint
+from meshwright.train.saving import FOLDER
 
 
-def prepare_run(job: Job, run_dir: Path, *, resume: bool) -> None:
+def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None = None) -> None:
     """Check the run directory and the data, tokenise, and write ``job.toml``.
+
+    Args:
+        job: resolved.
+        run_dir: new or empty, or with ``resume`` that of a run.
+        resume: go on with it.
+        from_step: from this checkpoint instead of the last; later ones are put aside.
 
     Raises:
         InputError: the directory is not empty (or, to resume, holds no run or another model's), cannot be
             written, the data are unusable, or the ranks need more memory than there is.
     """
+    if from_step is not None and not resume:
+        raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
     if resume:
-        _check_resumable(job, run_dir)
+        _check_resumable(job, run_dir, from_step)
     else:
         _check_fresh(run_dir)
     if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
         _check_devices(job)
     else:
         _check_machine(job)
+    _check_space(job, run_dir)
     with terminal_progress("tokenising", sys.stderr) as progress:
         open_corpora(job.data, job.model.vocabulary, progress)
+    if from_step is not None:
+        supersede_later(run_dir / FOLDER, from_step)
     replace_text(run_dir / "job.toml", job.to_toml())
 
 
@@ -76,7 +89,23 @@ def _check_fresh(run_dir: Path) -> None:
         raise InputError(f"--out: {run_dir} is not writable; give a directory you may write")
 
 
-def _check_resumable(job: Job, run_dir: Path) -> None:
+def _check_space(job: Job, run_dir: Path) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk: now, not at the first save."""
+    section, optimizer = job.checkpoint, job.optimizer
+    moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    each = job.model_spec.parameter_count * (8 if job.precision.dtype == "float64" else 4) * (1 + moments)
+    saves = -(-job.train.steps // section.every) if section.every else 1
+    # A new one is written and verified before the oldest goes.
+    more = max(1, min(section.keep + 1, saves) - len(steps(run_dir / FOLDER)))
+    free = shutil.disk_usage(run_dir).free
+    if free < more * each:
+        raise InputError(
+            f"--out: {run_dir} has {free:,} bytes free but {more} checkpoints of {each:,} bytes need {more * each:,}; "
+            "free space there, give another --out, or lower checkpoint.keep"
+        )
+
+
+def _check_resumable(job: Job, run_dir: Path, from_step: int | None) -> None:
     if not (run_dir / "job.toml").is_file():
         raise InputError(f"--resume: {run_dir} holds no run (no job.toml); leave --resume out to start one")
     before = load_job(run_dir / "job.toml").model_spec
@@ -88,16 +117,22 @@ def _check_resumable(job: Job, run_dir: Path) -> None:
                 f"{getattr(before, field)} in {run_dir}; "
                 "resume with the model the run began with, or start a new run"
             )
-    _check_last_checkpoint(job, run_dir)
+    _check_last_checkpoint(job, run_dir, from_step)
 
 
-def _check_last_checkpoint(job: Job, run_dir: Path) -> None:
+def _check_last_checkpoint(job: Job, run_dir: Path, from_step: int | None) -> None:
     """Refuse what would fail after ``job.toml`` is replaced: no checkpoint, another update rule, no step left."""
-    path = latest_checkpoint(run_dir)
-    if path is None:
+    found = steps(run_dir / FOLDER)
+    if not found:
         raise CheckpointError(
             f"--resume: {run_dir / FOLDER} has no complete checkpoint; start again, without --resume and in a new --out"
         )
+    if from_step is not None and from_step not in found:
+        raise InputError(
+            f"--from-step: {run_dir / FOLDER} has no complete checkpoint of step {from_step}; "
+            f"use one of {', '.join(map(str, found))}"
+        )
+    path = step_folder(run_dir / FOLDER, found[-1] if from_step is None else from_step)
     manifest = read_manifest(path)
     name = manifest.optimizer.get("name")
     if name != job.optimizer.name:

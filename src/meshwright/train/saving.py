@@ -12,21 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.folder import latest
+from meshwright.checkpoint.disk import Disk
+from meshwright.checkpoint.folder import CHECKPOINTS, latest, step_folder, steps, supersede_later
 from meshwright.checkpoint.load import load, read_tensor
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, Role
+from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save import save
 from meshwright.checkpoint.world import GroupWorld, World
 from meshwright.data.loader import Loader
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, DamagedCheckpoint, InputError
 from meshwright.job.job import Job
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.trainer import Trainer
 
-FOLDER = "checkpoints"
+FOLDER = CHECKPOINTS
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -40,7 +42,12 @@ class Saver:
     def __init__(self, trainer: Trainer, loader: Loader | None, run_dir: Path) -> None:
         self.trainer, self.loader, self.folder = trainer, loader, run_dir / FOLDER
         self.world = GroupWorld(trainer.mesh.group("world"))
+        self.disk = Disk()
         self.saved_step = 0
+        self.passed_over: list[str] = []
+        """What was wrong with newer checkpoints than the one resumed from."""
+        self.superseded: list[int] = []
+        """Steps of later checkpoints that were put aside at resume."""
 
     def save(self) -> Path:
         """Write the state after the current step.
@@ -58,26 +65,41 @@ class Saver:
             model=trainer.job.model_spec.model_dump(mode="json"),
             optimizer=trainer.job.optimizer.model_dump(mode="json"),
             state=self.scalars(),
-            keep=trainer.job.checkpoint.keep,
+            keep=retention(trainer.job),
+            finite=True,
             world=self.world,
+            disk=self.disk,
         )
         self.saved_step = step
         return path
 
     def resume(self) -> None:
-        """Continue from the last complete checkpoint of the run.
+        """Continue from the last complete checkpoint of the run, or by policy from the last that is not damaged.
+
+        Later ones are then put aside: the run takes another course from here.
 
         Raises:
-            CheckpointError: there is none, or it does not fit the model or the optimizer.
+            CheckpointError: there is none, or it does not fit the model or the optimizer; or it is damaged and the
+                policy is to refuse, or all are.
         """
         # Rank 0 looks, so that all ranks take the same one.
-        found = latest(self.folder) if self.world.rank == 0 else None
-        path = self.world.broadcast(None if found is None else str(found))
-        if path is None:
+        found = self.world.broadcast(steps(self.folder) if self.world.rank == 0 else None)
+        if not found:
             raise CheckpointError(
                 f"--resume: {self.folder} has no complete checkpoint; start again, without --resume and in a new --out"
             )
-        self.restore(Path(path))
+        for step in reversed(found):
+            try:
+                self.restore(step_folder(self.folder, step))
+                break
+            except DamagedCheckpoint as error:
+                if step == found[0]:
+                    raise CheckpointError(f"{error}; it is the only one left, so start again in a new --out") from None
+                if self.trainer.job.checkpoint.damaged == "refuse":
+                    raise CheckpointError(f'{error}; --set checkpoint.damaged="previous" takes that') from None
+                self.passed_over.append(str(error))
+        later = supersede_later(self.folder, self.saved_step, self.disk) if self.world.rank == 0 else None
+        self.superseded = self.world.broadcast(later)
 
     def restore(self, path: Path) -> None:
         """Take over everything a checkpoint holds; its layout may be any."""
@@ -133,6 +155,12 @@ class Saver:
             PlacedTensor(place.name, place.shape, place.offsets, place.sizes, flat[place.start : place.stop], role)
             for place in placements(piece, segments)
         ]
+
+
+def retention(job: Job) -> Retention:
+    """What a job's ``[checkpoint]`` keeps."""
+    section = job.checkpoint
+    return Retention(section.keep, section.keep_every, section.keep_hours)
 
 
 def require_shared(run_dir: Path, world: World) -> None:
