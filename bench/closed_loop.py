@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -230,6 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
+    load = os.getloadavg()[0]
+    if load > 0.5 * len(os.sched_getaffinity(0)):
+        say(f"load average {load:.1f}: other work takes cores away, so neither side will be right")
     found = cases(options.models)
     ranks = max(case.job.layout.ranks for case in found)
     cluster = load_cluster(options.cluster) if options.cluster else calibrate(ranks, say, effort=options.effort)
