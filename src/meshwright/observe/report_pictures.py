@@ -40,7 +40,9 @@ TIME_COLOURS: Mapping[str, str] = {
     "waiting": "#7a3b5e", "bubble": LIGHT, "data": "#004c36", "checkpoint": "#003a5c", "other": GREY,
 }  # fmt: skip
 _AXES = ("tp", "pp", "shard", "replicate", "dp", "world")
-_LEFT, _BAR, _MOST = 190, 15, 24
+_LEFT, _BAR, _MOST = 230, 15, 24
+_LETTERS = 20
+"""Of a name, left of the sources."""
 _FAR = 3.0
 """A capacity beyond so many times the fullest rank is told, not drawn: bars would be slivers."""
 
@@ -171,7 +173,7 @@ def _bar(
 ) -> None:  # fmt: skip
     tell = show_bytes if name == "memory" else show_seconds
     if named:
-        picture.text(6, y + 12, show_ranks(bar.ranks), "strong")
+        picture.text(6, y + 12, show_ranks(bar.ranks, _LETTERS), "strong")
     picture.text(_LEFT - 8, y + 12, bar.source, "end small")
     begin = 0.0
     for part in parts:

@@ -9,6 +9,7 @@ from meshwright.observe.report_traffic import Traffic
 
 _SHADES = ("#fff7bc", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#8c2d04")
 """One hue from light to dark (ColorBrewer YlOrBr), legible with every colour vision and in grey."""
+_NOTHING = "var(--nothing)"
 _LEFT, _TOP, _LARGEST = 90, 46, 520
 _SEPARATE = 48
 """Up to this many rows, each is named."""
@@ -31,7 +32,10 @@ def traffic_picture(traffic: Traffic, count: int, what: str, per_node: int | Non
     side = min(_LARGEST, max(220.0, 30.0 * count))
     picture = Picture("traffic", _TOP + max(side, 200.0) + 20, title, told)
     cell = side / count
-    picture.rect(_LEFT, _TOP, side, side, "#f4f4f4")
+    picture.rect(_LEFT, _TOP, side, side, _NOTHING)
+    for at in (0.0, side):
+        picture.line(_LEFT + at, _TOP, _LEFT + at, _TOP + side, "axis")
+        picture.line(_LEFT, _TOP + at, _LEFT + side, _TOP + at, "axis")
     for pair, size in totals.items():
         axes = ", ".join(f"{axis} {show_bytes(part)}" for axis, part in traffic[pair].items() if part)
         inside = pair[0] == pair[1]
@@ -76,5 +80,5 @@ def _shades(picture: Picture, low: float, high: float, x: float) -> None:
         picture.rect(x, row, 24, 18, _SHADES[index] if shades > 1 else _SHADES[-1])
         picture.text(x + 32, row + 13, show_bytes(low * (high / low) ** (index / shades)))
     row = y + 14 + 22 * shades + 6
-    picture.rect(x, row, 24, 18, "#f4f4f4")
+    picture.rect(x, row, 24, 18, _NOTHING)
     picture.text(x + 32, row + 13, "nothing")

@@ -152,8 +152,8 @@ def show_seconds(value: float) -> str:
     return f"{value / unit.size:.4g} {unit.name}"
 
 
-def show_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 8-11``; long lists are cut."""
+def show_ranks(ranks: Sequence[int], most: int = 60) -> str:
+    """``rank 3``, ``ranks 0-3, 8-11``; what is longer than ``most`` letters is counted: ``48 ranks from 0``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -161,9 +161,8 @@ def show_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     words = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    if len(words) > 2:
-        return f"{len(ranks)} ranks: {words[0]} ... {words[-1]}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    whole = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    return whole if len(whole) <= most else f"{len(ranks)} ranks from {min(ranks)}"
 
 
 def draw_legend(picture: Picture, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
