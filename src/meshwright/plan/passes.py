@@ -28,6 +28,8 @@ class Passes:
     """Forward passes right behind a backward pass of the same stage (the first one included)."""
     backwards_after_backward: int
     """Backward passes right behind another."""
+    ends_with_weights: bool = False
+    """The last pass of the step is the weight part of a backward pass."""
 
     def layer_gathers(self, layers: int) -> tuple[int, int]:
         """How often layers are gathered, all together: in forward, in backward."""
@@ -54,7 +56,15 @@ def passes_of(job: Job, place: Place, stage: StagePlace) -> Passes:
     split = int(np.sum(kinds == KINDS.index("I"))) if splits else 0
     backward = kinds != KINDS.index("F")
     before = np.concatenate([[True], backward[:-1]])
-    return Passes(m, split, frees, False, int(np.sum(before & ~backward)), int(np.sum(before & backward)))
+    return Passes(
+        micro_batches=m,
+        split=split,
+        frees=frees,
+        keeps_last=False,
+        forwards_after_backward=int(np.sum(before & ~backward)),
+        backwards_after_backward=int(np.sum(before & backward)),
+        ends_with_weights=splits and bool(kinds[-1] == KINDS.index("W")),
+    )
 
 
 def _whole(place: Place, stage: StagePlace) -> bool:

@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from meshwright.job.job import Job
 from meshwright.job.sections import OptimizerSection
+from meshwright.plan.passes import passes_of
 from meshwright.plan.place import LocalTensor, Place, StagePlace, is_sharded
 
 
@@ -272,7 +273,7 @@ def gradient_bytes(job: Job, place: Place) -> list[Amount]:
     if divided.grouped:
         sums = sum(group.piece * copies * group.times for group in groups(place, divided))
         text = f"{w} bytes x {sums:,} elements: 1/{divided.shards} of each group, padded to a multiple of {copies}"
-        return [Amount("gradient sums", text, w * sums)]
+        return [Amount("gradient sums", text, w * sums), *_last_reductions(job, place, divided)]
     flat = buckets(job, place, divided)
     size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
     amounts = [Amount("gradients", f"{w} bytes x {size:,} elements in {count} buckets", w * size)]
@@ -281,6 +282,17 @@ def gradient_bytes(job: Job, place: Place) -> list[Amount]:
         text = f"{w} bytes x {pieces:,} elements: 1/{divided.degree} of each bucket, summed in order"
         amounts.append(Amount("sums in batch order", text, w * pieces))
     return amounts
+
+
+def _last_reductions(job: Job, place: Place, divided: Division) -> Iterator[Amount]:
+    """What FSDP2 last reduced of a stage stays until the next step where the weight part of a backward pass ends it.
+
+    Groups are reduced from the last to the first, so that is the first layer's.
+    """
+    for stage in place.stages:
+        if passes_of(job, place, stage).ends_with_weights and (found := stage_groups(stage, divided)):
+            text = f"stage {stage.number}: {place.wide_bytes} bytes x {found[0].size:,} elements of its first group"
+            yield Amount("last reduction", text, place.wide_bytes * found[0].size)
 
 
 def optimizer_bytes(job: Job, place: Place) -> list[Amount]:
