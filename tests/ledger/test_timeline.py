@@ -6,17 +6,17 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from meshwright.comm.collectives import all_reduce
-from meshwright.comm.measure import Instruments, pipeline_receives, receive_transfers, waiting_for_the_slowest
+from meshwright.comm.measure import Instruments, receive_transfers, waiting_for_the_slowest
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.phase import phase
 from meshwright.comm.timeline import Timeline, active_timeline, blocked, span
+from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.ledger.ledger import Ledger, Spends
+from meshwright.train.trainer import Trainer
+from tests.small_jobs import my_batches, small_job
 
 
 class Clock:
@@ -128,44 +128,22 @@ def test_a_late_rank_makes_the_others_wait(ranks):
     assert max(transfers) == pytest.approx(min(transfers))
 
 
-def pipelined() -> tuple[float, float, float, int]:
-    group = dist.group.WORLD
-    rank = dist.get_rank()
-
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.04 if rank == 0 else 0.0)
-            return self.linear(x)
-
-    stage = PipelineStage(Slow(), rank, 2, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, _target: output.sum())
-    line = Timeline(lambda _group: "pp")
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(torch.ones(8, 8))
-        else:
-            schedule.step(target=torch.ones(8, 8))
-
-    for _ in range(2):
-        step()
-    with pipeline_receives(group):
-        line.start()
-        with phase("forward"):
-            step()
-        line.stop()
+def pipelined(job: Job) -> tuple[float, float, float, int]:
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        if mesh.rank == 0:
+            for module in trainer.stages.values():
+                module.register_forward_pre_hook(lambda *_: time.sleep(0.04))
+        instruments = Instruments(mesh)
+        for step in range(2):
+            trainer.step(my_batches(job, mesh, step))
+        with instruments.timing() as line:
+            trainer.step(my_batches(job, mesh, 2))
     return line.seconds["bubble", ""], line.seconds["compute", "forward"], line.wall, len(line.receives)
 
 
 def test_pipeline_waits_are_bubble(ranks):
-    slow, fast = ranks(2).run(pipelined)
-    assert fast[0] > 0.1, "the second stage waits for the first, 40 ms a micro-batch"
+    slow, fast = ranks(2).run(pipelined, small_job("pp=2 micro_batch=2"))
+    assert fast[0] > 0.08, "the second stage waits for the first, 40 ms a micro-batch"
     assert slow[1] >= 0.16 and fast[1] < fast[2] / 2
-    assert slow[3] > 0 and fast[3] > 0
-    from torch.distributed.pipelining import schedules
-
-    assert schedules._wait_batch_p2p.__module__ == "torch.distributed.pipelining.schedules"
+    assert slow[3] == fast[3] == 4, "gradients come back to the first, activations to the second"

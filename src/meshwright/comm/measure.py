@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import schedules
 
 from meshwright.comm.collectives import all_gather_json
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import TrafficRecorder
-from meshwright.comm.timeline import Timeline, blocked
+from meshwright.comm.timeline import Timeline
 from meshwright.ledger.ledger import Category, Ledger, RankLedger, Spends
 
 
@@ -66,12 +64,11 @@ class Instruments:
     def timing(self) -> Iterator[Timeline]:
         """Time the step inside."""
         timeline = Timeline(self.mesh.axis_of, torch.cuda.synchronize if self.mesh.device_type == "cuda" else None)
-        with pipeline_receives(self.mesh.group("pp")):
-            timeline.start()
-            try:
-                yield timeline
-            finally:
-                timeline.stop()
+        timeline.start()
+        try:
+            yield timeline
+        finally:
+            timeline.stop()
         self.timeline = timeline
 
     def entry(self) -> RankLedger:
@@ -166,20 +163,3 @@ def _parted(entry: RankLedger, waiting: dict[str, float], transfer: float) -> Ra
         communication["pp"] = communication.get("pp", 0.0) + transfer
     changed = {"communication": communication, "waiting": sum(waiting.values()), "bubble": spends.bubble - transfer}
     return entry.model_copy(update={"spends": spends.model_copy(update=changed)})
-
-
-@contextmanager
-def pipeline_receives(group: dist.ProcessGroup) -> Iterator[None]:
-    """While active, the waits of torch's pipeline schedules are reported to the timeline, as receives of ``group``."""
-    original = schedules._wait_batch_p2p
-
-    def wait(works: list[dist.Work]) -> None:
-        if works:
-            with blocked(group, "receive"):
-                original(works)
-
-    schedules._wait_batch_p2p = wait  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        schedules._wait_batch_p2p = original

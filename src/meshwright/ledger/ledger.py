@@ -135,9 +135,7 @@ class RankLedger(_Part):
     stores: Stores = Stores()
     computes: Computes = Computes()
     sends: tuple[Send, ...] = ()
-    """Traffic of a steady step."""
-    setup: tuple[Send, ...] = ()
-    """Shape exchange and control, once a run."""
+    """Traffic of a steady step. Nothing else is sent: the first step has no shape exchange."""
     spends: Spends | None = None
 
     def payload(self, axis: str | None = None) -> int:
