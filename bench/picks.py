@@ -60,9 +60,13 @@ def _megatron(layouts: Layouts) -> Bools:
 
 
 def _nanotron(layouts: Layouts) -> Bools:
-    """ZeRO-1 at most, nothing recomputed, 1F1B or all-forward-all-backward, even stages."""
+    """ZeRO-1 at most, nothing recomputed, 1F1B or all-forward-all-backward, even stages.
+
+    None of the 26 best layouts there is plain data parallel, and nothing says that it was run: it is left out.
+    """
     schedules = np.isin(layouts.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
     plain = (layouts.last_fewer == 0) & (layouts.order == 0) & (layouts.shard == layouts.dp)
+    plain &= layouts.tp * layouts.pp > 1
     chosen: Bools = (layouts.zero <= 1) & (layouts.recompute == RECOMPUTES.index("none")) & schedules & plain
     return chosen
 

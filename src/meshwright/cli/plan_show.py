@@ -14,7 +14,7 @@ from meshwright.plan.placement import order_words
 
 if TYPE_CHECKING:
     from meshwright.job.job import Job
-    from meshwright.ledger.ledger import Ledger
+    from meshwright.ledger.ledger import Ledger, RankLedger
     from meshwright.plan.answer import Plan, PlannedLayout, Rejected
     from meshwright.plan.side_by_side import Compared, Crossing
 
@@ -105,9 +105,23 @@ def show_explained(console: Console, layout: str, ledger: Ledger, lines: Sequenc
     table.add_column("quantity")
     table.add_column("value", justify="right")
     table.add_column("formula", overflow="fold")
-    for quantity, formula, value in lines:
+    for quantity, formula, value in [*_totals(entry), *lines]:
         table.add_row(quantity, f"{value:,}", formula)
     console.print(table)
+
+
+def _totals(entry: RankLedger) -> list[tuple[str, str, int]]:
+    """What is walked through, not summed: memory that comes and goes, and FLOPs."""
+    stores, computes = entry.stores, entry.computes
+    at_peak = " + ".join(f"{name} {value:,}" for name, value in stores.at_peak.items())
+    return [
+        ("stores: peak", at_peak, stores.peak),
+        ("stores: activations, at most", "kept by forward for backward, micro-batches in flight", stores.activations),
+        ("stores: temporary, at most", "everything else that comes and goes", stores.temporary),
+        ("computes: forward", "products 2 m n k, causal attention 2 b h d s^2", computes.forward),
+        ("computes: backward", "2 x forward", computes.backward),
+        ("computes: recompute", "forward work done again, half a forward of attention a backward", computes.recompute),
+    ]
 
 
 def show_compared(console: Console, found: Sequence[Compared]) -> None:
@@ -158,7 +172,10 @@ def _batches(each: Compared) -> str:
 def _crossings(crossings: Sequence[Crossing]) -> str:
     if not crossings:
         return "nothing"
-    return "; ".join(f"{each.axis}: {size(each.wire)} in {each.messages:,} messages, {each.link}" for each in crossings)
+    return "; ".join(
+        f"{each.axis}: {size(each.wire)} in {each.messages:,} message{'s' if each.messages > 1 else ''}, {each.link}"
+        for each in crossings
+    )
 
 
 def short(text: str) -> str:

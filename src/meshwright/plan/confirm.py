@@ -55,9 +55,17 @@ class Confirmer:
         self._known: dict[Layout, ExactPeak] = {}
         self._correction: dict[tuple[object, ...], float] = {}
 
+    def exact(self, layout: Layout) -> ExactPeak:
+        """The answer for one layout, remembered."""
+        plain = _plain(layout)
+        if plain not in self._known:
+            self._known[plain] = exact_peak(self._job, plain)
+        answer = self._known[plain]
+        return answer._replace(rank=_placed(layout, answer.rank))
+
     def known(self, layout: Layout) -> ExactPeak | None:
         """The answer for a layout, where it was asked for before."""
-        return self._known.get(_plain(layout))
+        return self.exact(layout) if _plain(layout) in self._known else None
 
     def fitting(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, ExactPeak]]:
         """Those that truly fit, in the order given; of several that differ in placement alone the first.
@@ -74,10 +82,10 @@ class Confirmer:
             kind = (plain.schedule, plain.pp, plain.recompute, plain.zero)
             if candidate.estimate * self._correction.get(kind, 0.0) > self._memory:
                 continue
-            answer = self._known[plain] = exact_peak(self._job, plain)
+            answer = self.exact(candidate.layout)
             self._correction[kind] = answer.peak / candidate.estimate
             if answer.peak <= self._memory:
-                yield candidate, answer._replace(rank=_placed(candidate.layout, answer.rank))
+                yield candidate, answer
 
 
 def _plain(layout: Layout) -> Layout:

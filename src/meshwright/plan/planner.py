@@ -141,7 +141,7 @@ def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began:
         family = Family(pp=chosen.pp, tp=chosen.tp, dp=chosen.dp)
         placement = _placement(job, chosen, cluster)
     elif (closest := _closest(outcome)) is not None:
-        exact = exact_peak(job, to_layout(closest.layouts, 0, work.spec.layers))
+        exact = confirmer.exact(to_layout(closest.layouts, 0, work.spec.layers))
         layouts = _entries(work, cluster, closest.layouts, closest.time, [exact])
     front = outcome.pareto.take(_thinned(len(outcome.pareto)))
     return Plan(

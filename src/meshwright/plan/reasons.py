@@ -49,17 +49,21 @@ def _evaluated(
         common: dict[str, Any] = {"family": str(result.family), "layouts": result.evaluated, "closest": str(layout)}
         rank = fullest_rank(layout, values, index)
         exact = confirmer.known(layout)
-        if result.best is not None and exact is not None and exact.peak > cluster.device.memory_bytes:
-            lacks = exact.peak - cluster.device.memory_bytes
+        memory = cluster.device.memory_bytes
+        if exact is not None and exact.peak > memory:
+            which = "of its fastest " if result.best is not None else ""
             reason = (
-                f"memory: rank {exact.rank} of its fastest needs {exact.peak:,} bytes of "
-                f"{cluster.device.memory_bytes:,} to the byte, {lacks:,} too many; others of it are slower"
+                f"memory: rank {exact.rank} {which}{shortage(exact.peak, memory, exact.largest, exact.largest_bytes)}"
             )
-            lines.append(Rejected(kind="memory", reason=reason, rank=exact.rank, lacks_bytes=lacks, **common))
+            lines.append(
+                Rejected(kind="memory", reason=reason, rank=exact.rank, lacks_bytes=exact.peak - memory, **common)
+            )
         elif result.best is None:
-            lacks = lacking(cluster, values, index)
-            reason = f"memory: rank {rank} {shortage(cluster, values, index)}"
-            lines.append(Rejected(kind="memory", reason=reason, rank=rank, lacks_bytes=lacks, **common))
+            peak = round(float(values.peak[index]))
+            largest = max(values.memory, key=lambda name: float(values.memory[name][index]))
+            words = shortage(peak, memory, largest, round(float(values.memory[largest][index])))
+            reason = f"memory: rank {rank} {words}"
+            lines.append(Rejected(kind="memory", reason=reason, rank=rank, lacks_bytes=peak - memory, **common))
         else:
             slower = float(values.step_time[index]) / fastest if fastest else 1.0
             reason = f"time: {slower:.3g} times the fastest; {BINDINGS[values.binding[index]]} binds"
@@ -74,18 +78,11 @@ def fullest_rank(layout: Layout, values: Evaluation, index: int) -> int:
     return rank_of(layout, (int(values.fullest[index]), 0, 0, 0))
 
 
-def lacking(cluster: ClusterSpec, values: Evaluation, index: int) -> int:
-    """Bytes that the fullest rank of a layout needs beyond what a device has."""
-    return max(0, round(float(values.peak[index])) - cluster.device.memory_bytes)
-
-
-def shortage(cluster: ClusterSpec, values: Evaluation, index: int) -> str:
-    """What the fullest rank needs, has and lacks, and what takes most of it."""
-    largest = max(values.memory, key=lambda name: float(values.memory[name][index]))
-    share = float(values.memory[largest][index])
+def shortage(peak: int, memory: int, largest: str, largest_bytes: int) -> str:
+    """What a rank needs, has and lacks, and what takes most of it."""
     return (
-        f"needs {round(float(values.peak[index])):,} bytes of {cluster.device.memory_bytes:,}, "
-        f"{lacking(cluster, values, index):,} too many; {largest} alone {_is(largest)} {round(share):,}"
+        f"needs {peak:,} bytes of {memory:,}, {peak - memory:,} too many; {largest} alone {_is(largest)} "
+        f"{largest_bytes:,}"
     )
 
 
