@@ -119,7 +119,10 @@ def search_section(records: Records, predicted: Predicted) -> Section:
     words = [
         f"{plan.searched:,} layouts were evaluated in {plan.seconds:.1f} s; {plan.illegal:,} break a rule. "
         f"{len(points)} of them are drawn." if points else "One layout was evaluated; nothing was searched.",
-        plan.placement,
+        f"Placement: {plan.placement}" if plan.placement else "",
+        "The sample and the front are by the search's closed forms; the answer's memory is the predicted ledger's."
+        if front
+        else "",
     ]  # fmt: skip
     pictures = [search_picture(points, front, fitting or best, predicted.capacity, reasons)] if points else []
     behind = plan.model_dump(include={"points", "pareto", "layouts", "rejected"})

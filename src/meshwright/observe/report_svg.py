@@ -169,7 +169,7 @@ def draw_legend(picture: Picture, x: float, y: float, entries: Sequence[tuple[st
     """Names beside colours, in as many lines as they take."""
     left, top = x, y
     for name, colour in entries:
-        long = 30 + 6.9 * len(name)
+        long = 30 + 7.4 * len(name)
         if left + long > WIDTH and left > x:
             left, top = x, top + 20
         picture.rect(left, top - 10, 14, 12, colour)
@@ -181,7 +181,7 @@ def legend_lines(entries: Sequence[tuple[str, str]], x: float) -> int:
     """How many lines ``draw_legend`` will take."""
     left, lines = x, 1
     for name, _ in entries:
-        long = 30 + 6.9 * len(name)
+        long = 30 + 7.4 * len(name)
         if left + long > WIDTH and left > x:
             left, lines = x, lines + 1
         left += long
