@@ -54,8 +54,8 @@ BRIDGE = Rules(name="megatron-bridge")
 
 def _recomputed(raw: Mapping[str, Any]) -> float:
     """The part of the forward that is done again, from the printed hardware and model utilisation."""
-    measured = raw.get("measured") or {}
-    if not (measured.get("mfu") and measured.get("hfu")):
+    measured = raw["measured"] if isinstance(raw.get("measured"), dict) else {}
+    if not all(isinstance(measured.get(key), float) and measured[key] > 0 for key in ("mfu", "hfu")):
         return 1.0
     return float(min(1.0, max(0.0, 3 * (measured["hfu"] / measured["mfu"] - 1))))
 
@@ -69,7 +69,7 @@ def _bloom(raw: Mapping[str, Any]) -> Rules:
 
 def program_of(source: str, raw: Mapping[str, Any]) -> Rules:
     """The rules for a row of ``source``."""
-    layout = raw.get("layout") or {}
+    layout = raw["layout"] if isinstance(raw.get("layout"), dict) else {}
     if source == "titan":
         return TITAN_COMPILED if layout.get("compile") else TITAN
     if source == "fms":

@@ -146,7 +146,7 @@ def _table(text: str, file: Path) -> Iterator[dict[str, Any]]:
 def _row(raw: Mapping[str, Any]) -> Row:
     name = str(raw.get("source", ""))
     row = Row(id=str(raw.get("id", "?")), source=source_name(name, str(raw.get("id", ""))), group="", raw=raw)
-    measured = raw.get("measured") or {}
+    measured = _table_of(raw, "measured")
     row.out_of_memory = bool(measured.get("oom"))
     row.memory = _bytes(measured)
     try:
@@ -174,6 +174,27 @@ def source_name(source: str, identity: str) -> str:
     return short
 
 
+def _table_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _number(table: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """A number above 0; what is no number counts as missing."""
+    value = table.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise _Unusable(
+            f"missing field: {where}{key}" + ("" if value is None else f" ({value!r} is no number above 0)")
+        )
+    return float(value)
+
+
+def _count(table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    return int(_number(table, key, where, default))
+
+
 def _need(table: Mapping[str, Any], key: str, where: str) -> Any:
     value = table.get(key)
     if value is None:
@@ -182,13 +203,13 @@ def _need(table: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _fill(row: Row, raw: Mapping[str, Any]) -> None:
-    model, hardware, layout = (raw.get(key) or {} for key in ("model", "hardware", "layout"))
+    model, hardware, layout = (_table_of(raw, key) for key in ("model", "hardware", "layout"))
     row.device = _device(str(_need(hardware, "gpu", "hardware.")))
-    row.devices = int(_need(hardware, "gpus", "hardware."))
-    row.devices_per_node = min(int(hardware.get("gpus_per_node") or 8), row.devices)
-    if model.get("moe") or int(layout.get("ep") or 1) > 1 or model.get("experts"):
+    row.devices = _count(hardware, "gpus", "hardware.")
+    row.devices_per_node = min(_count(hardware, "gpus_per_node", "hardware.", 8), row.devices)
+    if model.get("moe") or _count(layout, "ep", "layout.", 1) > 1 or model.get("experts"):
         raise _Unusable("experts")
-    if int(layout.get("cp") or 1) > 1:
+    if _count(layout, "cp", "layout.", 1) > 1:
         raise _Unusable("context parallel")
     precision = str(raw.get("precision", "")).lower()
     if any(low in precision for low in ("fp8", "fp4", "mxfp", "float8", "nvfp")):
@@ -196,27 +217,25 @@ def _fill(row: Row, raw: Mapping[str, Any]) -> None:
     row.dtype = "float16" if "fp16" in precision else "bfloat16"
     if "fp32" in precision and "16" not in precision:
         row.dtype = "float32"
-    layers, hidden, heads, sequence = (int(_need(model, key, "model.")) for key in ("layers", "hidden", "heads", "seq"))
-    tp, pp = int(layout.get("tp") or 1), int(layout.get("pp") or 1)
-    dp = int(layout.get("dp") or row.devices // (tp * pp))
+    layers, hidden, heads, sequence = (_count(model, key, "model.") for key in ("layers", "hidden", "heads", "seq"))
+    tp, pp = _count(layout, "tp", "layout.", 1), _count(layout, "pp", "layout.", 1)
+    dp = _count(layout, "dp", "layout.", max(1, row.devices // (tp * pp)))
     if tp * pp * dp != row.devices:
         raise _Unusable(f"inconsistent: dp {dp} x tp {tp} x pp {pp} is not {row.devices} gpus")
     row.rules = program_of(row.source, raw)
-    vocabulary = model.get("vocab") or 51200
-    if not model.get("vocab"):
+    vocabulary = _count(model, "vocab", "model.", 51200)
+    if model.get("vocab") is None:
         row.basis.append("vocab 51200")
-    micro = raw.get("micro_batch")
-    batch = raw.get("global_batch")
-    if micro is None:
+    if raw.get("micro_batch") is None:
         row.open_micro_batch = True
         row.basis.append("micro_batch: fastest that fits")
-    micro = int(micro or 1)
-    if batch is None:
-        batch = micro * dp
+    micro = _count(raw, "micro_batch", "", 1)
+    batch = _count(raw, "global_batch", "", micro * dp)
+    if raw.get("global_batch") is None:
         row.basis.append("global_batch = micro_batch x dp")
-    heads_size = int(model.get("head_size") or 0) or hidden / heads
-    row.shape = _shape(model, layers, hidden, heads, heads_size, int(vocabulary), sequence, int(batch))
-    row.layout = _layout(layout, dp, tp, pp, micro, int(batch), row, raw)
+    head_size = _number(model, "head_size", "model.", hidden / heads)
+    row.shape = _shape(model, layers, hidden, heads, head_size, vocabulary, sequence, batch)
+    row.layout = _layout(layout, dp, tp, pp, micro, batch, row, raw)
     row.ranks = _boundaries(layers, row.layout, row.source)
     row.node_bandwidth, row.outside = _network(hardware, row)
     row.group = f"{row.source}: {model.get('name', '?')} on {row.devices} {row.device}"
@@ -232,8 +251,8 @@ def _device(name: str) -> str:
 def _shape(model: Mapping[str, Any], layers: int, hidden: int, heads: int, head_size: float, vocabulary: int,
            sequence: int, batch: int) -> Shape:  # fmt: skip
     gated = str(model.get("mlp", "gelu")).lower() in ("swiglu", "geglu", "silu", "gated")
-    kv_heads = int(model.get("kv_heads") or heads)
-    ffn = int(model.get("ffn") or 4 * hidden)
+    kv_heads = _count(model, "kv_heads", "model.", heads)
+    ffn = _count(model, "ffn", "model.", 4 * hidden)
     plain = not gated
     q, kv = heads * head_size, kv_heads * head_size
     return Shape(
@@ -246,14 +265,16 @@ def _shape(model: Mapping[str, Any], layers: int, hidden: int, heads: int, head_
 
 def _layout(layout: Mapping[str, Any], dp: int, tp: int, pp: int, micro: int, batch: int, row: Row,
             raw: Mapping[str, Any]) -> Layouts:  # fmt: skip
-    virtual = int(layout.get("vpp") or layout.get("virtual") or 1) if pp > 1 else 1
+    virtual = _count(layout, "vpp", "layout.", _count(layout, "virtual", "layout.", 1)) if pp > 1 else 1
     notes = str(raw.get("notes") or "").lower()
     schedule = str(layout.get("schedule") or ("interleaved" if virtual > 1 or "interleaved" in notes else "1f1b"))
-    zero = int(layout.get("zero") or 0)
+    zero = layout["zero"] if layout.get("zero") in (0, 1, 2, 3) else 0
     hybrid = str(layout.get("sharding", "")).upper() == "HSDP"
     per_node = row.devices_per_node
     shard = min(dp, per_node) if hybrid and dp % per_node == 0 else dp
-    recompute = str(layout.get("recompute") or "none").split()[0]
+    recompute = [*str(layout.get("recompute") or "none").split(), "none"][0]
+    if schedule not in SCHEDULES:
+        schedule = "1f1b"
     if recompute not in RECOMPUTES:
         recompute = "full"
     return Layouts.make(
@@ -300,15 +321,16 @@ def _network(hardware: Mapping[str, Any], row: Row) -> tuple[float, str]:
 
 def _bytes(measured: Mapping[str, Any]) -> float | None:
     for key, unit in (("memory_gib", 2.0**30), ("memory_gb", 1e9), ("memory_bytes", 1.0)):
-        if measured.get(key) is not None:
+        if isinstance(measured.get(key), int | float) and measured[key]:
             return float(measured[key]) * unit
     return None
 
 
 def _step_time(raw: Mapping[str, Any], row: Row) -> float | None:
     """Seconds of a step: printed, or from tokens/s, or from FLOP/s by the row's own convention."""
-    measured, shape = raw.get("measured") or {}, row.shape
+    shape = row.shape
     assert shape is not None
+    measured = {key: value for key, value in _table_of(raw, "measured").items() if isinstance(value, int | float)}
     tokens = float(shape.global_batch * shape.sequence)
     if measured.get("step_time_s"):
         return float(measured["step_time_s"])

@@ -129,6 +129,8 @@ def test_a_row_faster_than_its_devices_is_an_error_of_the_row(tmp_path: Path) ->
         ({"hardware": {"gpu": "Z9", "gpus": 8}}, "unknown device"),
         ({"hardware": {"gpus": 8}}, "missing field: hardware.gpu"),
         ({"model": {"layers": 2, "hidden": 64, "seq": 128}}, "missing field: model.heads"),
+        ({"model": {"layers": 2, "hidden": "wide", "heads": 8, "seq": 128}}, "missing field: model.hidden ('wide'"),
+        ({"micro_batch": 0}, "missing field: micro_batch (0 is no number above 0)"),
         ({"measured": {}}, "missing field: measured"),
         ({"precision": "MXFP8"}, "precision MXFP8"),
         ({"layout": {"dp": 64, "tp": 8, "pp": 1, "cp": 2}}, "context parallel"),
