@@ -62,7 +62,7 @@ def memory_use(shape: Shape, layouts: Layouts, rules: Rules, element: float = 2.
 def rank_memory(shape: Shape, layouts: Layouts, rules: Rules, element: float, rank: Held) -> dict[str, Floats]:
     """Bytes by category of one pipeline rank, at the fuller of two moments: the head's and a layer's backward."""
     tp = layouts.tp
-    tokens = layouts.micro_batch * shape.sequence
+    tokens: Floats = np.asarray(layouts.micro_batch * shape.sequence, np.float64)
     local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
     own = element * tokens * shape.hidden * local
     per_layer = shape.split_parameters() / tp + shape.whole_parameters()
@@ -154,7 +154,7 @@ def _in_flight(layouts: Layouts, rank: Held, kept: Floats, started: Floats) -> t
     return alive, np.where(parted, pending * started, 0.0)
 
 
-def _weight_part(shape: Shape, layouts: Layouts, element: float, tokens: Ints) -> Floats:
+def _weight_part(shape: Shape, layouts: Layouts, element: float, tokens: Floats) -> Floats:
     """Gradients that the weight part of one layer starts from: of the products' and norms' outputs.
 
     Selective recomputation has by then made the attention's output again, too.
@@ -163,7 +163,7 @@ def _weight_part(shape: Shape, layouts: Layouts, element: float, tokens: Ints) -
     local = np.where(layouts.sequence_parallel, 1 / tp, 1.0)
     inside = shape.query + 2 * shape.key_value + shape.ffn * (1 + shape.gated)
     inside = inside + np.where(layouts.recompute == _SELECTIVE, shape.query, 0.0)
-    return element * tokens * (inside / tp + 4 * shape.hidden * local)
+    return np.asarray(element * tokens * (inside / tp + 4 * shape.hidden * local), np.float64)
 
 
 def layer_passing(shape: Shape, layouts: Layouts, element: float) -> Floats:
