@@ -19,12 +19,13 @@ from meshwright.job.job import Job, load_job
 from meshwright.job.layout import Layout
 from meshwright.prove.check import Found, check_layout, check_matrix, check_self_test
 from meshwright.prove.parity import Parity
+from meshwright.prove.reshard import Resharded, check_reshard
 
 
 def check(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
     layout: Annotated[str | None, typer.Option(help='One layout, the job as it is: "dp=2 tp=2 zero=1".')] = None,
-    matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts.")] = None,
+    matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts, or reshard.")] = None,
     self_test: Annotated[bool, typer.Option("--self-test", help="Plant errors; each must be found.")] = False,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Compare predicted, traced and measured ledgers instead of training.")
@@ -46,10 +47,10 @@ def check(
     gradients and parameters. With --ledger: compares what each rank stores, computes and sends by three
     independent sources. Exit code 0: all equal within the bounds; 1: not.
     """
-    if matrix not in (None, "layouts"):
-        raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts")
+    if matrix not in (None, "layouts", "reshard"):
+        raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts or reshard")
     if layout is None and matrix is None and not self_test:
-        raise InputError("check: nothing to check; give --layout, --matrix layouts or --self-test")
+        raise InputError("check: nothing to check; give --layout, --matrix layouts, --matrix reshard or --self-test")
     if ledger:
         if self_test:
             raise InputError("check: --ledger and --self-test do not go together; give one of them")
@@ -82,11 +83,11 @@ def _run(
     max_ranks: int,
     steps: int,
     console: Console,
-) -> list[Parity | Found]:
-    results: list[Parity | Found] = []
+) -> list[Parity | Found | Resharded]:
+    results: list[Parity | Found | Resharded] = []
     began = time.monotonic()
 
-    def show(result: Parity | Found) -> None:
+    def show(result: Parity | Found | Resharded) -> None:
         console.print(_line(result, time.monotonic() - began), highlight=False, soft_wrap=True)
 
     if layout is not None:
@@ -94,9 +95,11 @@ def _run(
         result = check_layout(resolved, steps=steps)
         show(result)
         results.append(result)
-    if matrix is not None:
-        proof_dtype = dtype or (job.precision.dtype if job.precision.dtype == "float64" else "float32")
+    proof_dtype = dtype or (job.precision.dtype if job.precision.dtype == "float64" else "float32")
+    if matrix == "layouts":
         results += check_matrix(job, dtype=proof_dtype, max_ranks=max_ranks, steps=steps, report=show)
+    if matrix == "reshard":
+        results += check_reshard(job, dtype=proof_dtype, max_ranks=max_ranks, report=show)
     if self_test:
         results += check_self_test(job, max_ranks=max_ranks, report=show)
     if not console.quiet:
@@ -104,10 +107,18 @@ def _run(
     return results
 
 
-def _line(result: Parity | Found, seconds: float) -> str:
+def _line(result: Parity | Found | Resharded, seconds: float) -> str:
     mark = "[green]ok[/]  " if result.passed else "[red]FAIL[/]"
     if isinstance(result, Found):
         return f"{seconds:6.1f} s  {mark} {result.label}: planted {result.planted}, seen as {result.how or 'nothing'}"
+    if isinstance(result, Resharded):
+        return (
+            f"{seconds:6.1f} s  {mark} {result.label}  {result.dtype} {result.optimizer}  wrong tensors "
+            f"{len(result.wrong_tensors)}  samples {'in order' if result.samples_in_order else 'NOT in order'}  "
+            f"next step: parameters {result.max_relative_parameter_difference:.1e}  "
+            f"loss {result.max_relative_loss_difference:.1e}"
+            + ("" if result.passed else f"  ({[*result.wrong_tensors[:3], result.worst]})")
+        )
     return (
         f"{seconds:6.1f} s  {mark} {result.label}  {result.dtype} {result.optimizer}  "
         f"parameters {result.max_relative_parameter_difference:.1e}  gradients "
@@ -116,7 +127,7 @@ def _line(result: Parity | Found, seconds: float) -> str:
     )
 
 
-def _table(results: list[Parity | Found]) -> Table:
+def _table(results: list[Parity | Found | Resharded]) -> Table:
     table = Table("layout", "ranks", "what", "worst difference", "passed")
     for result in results:
         if isinstance(result, Found):
@@ -127,6 +138,10 @@ def _table(results: list[Parity | Found]) -> Table:
                 "found" if result.passed else "NOT FOUND",
                 "yes" if result.passed else "NO",
             )
+        elif isinstance(result, Resharded):
+            worst = max(result.max_relative_parameter_difference, result.max_relative_loss_difference)
+            what = f"{result.dtype} {result.optimizer}, taken over"
+            table.add_row(result.label, str(result.ranks), what, f"{worst:.1e}", "yes" if result.passed else "NO")
         else:
             worst = max(
                 result.max_relative_parameter_difference,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.data.batch import Batch, ceil_div, micro_batches
-from meshwright.data.corpora import open_corpora
+from meshwright.data.corpora import Corpora, open_corpora
 from meshwright.data.order import Order
 from meshwright.data.progress import terminal_progress
 from meshwright.data.samples import Samples
@@ -25,16 +25,19 @@ class Loader:
     """The data of one data-parallel rank.
 
     The global batch of a step is a function of the seed and of the cursor, the number of samples consumed before
-    it. The cursor is the only state, the same on every rank, and means the same on any layout.
+    it. The cursor is the only state, the same on every rank, and means the same on any layout. ``corpora`` takes the
+    place of the job's.
 
     Attributes:
         seconds_waited: Time the training spent in `batches` and `validation`.
         preprocessing_seconds: Time spent tokenising at the start; not part of ``seconds_waited``.
     """
 
-    def __init__(self, job: Job, dp_rank: int, dp: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, job: Job, dp_rank: int, dp: int, device: torch.device | str = "cpu", corpora: Corpora | None = None
+    ) -> None:
         with terminal_progress("tokenising", sys.stderr) as progress:
-            self.corpora = open_corpora(job.data, job.model.vocabulary, progress)
+            self.corpora = corpora or open_corpora(job.data, job.model.vocabulary, progress)
         self.preprocessing_seconds = self.corpora.preprocessing_seconds
         self.tokenizer = self.corpora.tokenizer
         self.seconds_waited = 0.0
