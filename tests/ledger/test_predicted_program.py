@@ -24,34 +24,31 @@ def differences(job: Job, rank: int) -> list[str]:
     return [f"{each.quantity}: {each.values}" for each in found if not each.agrees]
 
 
-@pytest.mark.parametrize("seed", [*range(1, 9), *(pytest.param(seed, marks=pytest.mark.all) for seed in range(9, 200))])
+@pytest.mark.parametrize("seed", [*range(1, 5), *(pytest.param(seed, marks=pytest.mark.all) for seed in range(5, 200))])
 def test_random_shapes_and_layouts(seed: int) -> None:
     job = random_job(seed)
     rank = random_rank(job, seed)
     assert differences(job, rank) == [], f"rank {rank} of {job.layout}: {job}"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tp=3 micro_batch=3",
-        "dp=16 zero=1 micro_batch=2",
-        pytest.param("dp=16 shard=4 zero=3 tp=2 micro_batch=2", marks=pytest.mark.all),
-        pytest.param("dp=64 zero=1 pp=4 micro_batch=1 schedule=zbv", marks=pytest.mark.all),
-        pytest.param("dp=512 micro_batch=1", marks=pytest.mark.all),
-    ],
-)
-def test_sizes_at_which_other_algorithms_run(layout: str) -> None:
-    """Above 512 KiB all-reduces go another way, above 256 KiB exchanges; the pieces of 3 ranks are uneven."""
+def test_sizes_at_which_other_algorithms_run() -> None:
+    """Above 512 KiB all-reduces go another way: the loss's maxima, and replicated gradients in uneven pieces."""
     model = {
-        "vocabulary": 32003, "hidden": 50000, "head_size": 8, "heads": 12, "kv_heads": 6, "ffn_hidden": 3000,
-        "layers": 8, "max_positions": 32768, "tied": True,
+        "vocabulary": 97, "hidden": 25, "head_size": 2, "heads": 3, "kv_heads": 3, "ffn_hidden": 9, "layers": 1,
+        "positions": "learned", "max_positions": 32768,
     }  # fmt: skip
     job = small_job(
-        layout, model=model, data={"sequence_length": 24576}, batch={"global_size": 1024 if "512" in layout else 128},
-        optimizer={"name": "adamw"}, precision={"dtype": "bfloat16"}, memory={"bucket_bytes": 25 << 20},
+        "tp=3 micro_batch=36", model=model, data={"sequence_length": 2048}, batch={"global_size": 36},
+        precision={"dtype": "bfloat16"},
     )  # fmt: skip
-    assert differences(job, job.layout.ranks - 1) == []
+    assert differences(job, 0) == []
+    assert differences(job, 2) == []
+
+
+@pytest.mark.all
+def test_a_world_whose_losses_are_summed_in_a_ring() -> None:
+    job = small_job("dp=512 micro_batch=1", model={"layers": 1}, batch={"global_size": 1024})
+    assert differences(job, 300) == []
 
 
 def _smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
