@@ -114,8 +114,7 @@ def test_names_do_not_run(tmp_path: Path, browse: Browse) -> None:
     assert "<title>Run run</title>" in dom and "CONSOLE" not in log
 
 
-@pytest.mark.parametrize("page", [run_page, plan_page])
-@pytest.mark.parametrize("width", [1100, 420])
+@pytest.mark.parametrize(("page", "width"), [(run_page, 420), (plan_page, 1100)])
 def test_labels_do_not_hide_each_other(
     page: Callable[[Path], Path], width: int, tmp_path: Path, browse: Browse
 ) -> None:

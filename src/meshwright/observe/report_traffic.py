@@ -21,11 +21,11 @@ def rank_traffic(ledger: Ledger, layout: Layout) -> Traffic:
     rank of the group where it is NCCL, which arranges a group in a ring. What a rank sends is exact either way; only
     its division among the receivers is this picture's.
     """
-    peers = {axis: _peers(layout, axis) for axis in AXES}
+    places = {axis: _places(layout, axis) for axis in AXES}
     found: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for entry in ledger.ranks:
         for send in entry.sends:
-            receivers = _receivers(layout, entry, send, peers, ring=ledger.backend == "nccl")
+            receivers = _receivers(layout, entry, send, places, ring=ledger.backend == "nccl")
             for receiver in receivers:
                 found[entry.rank, receiver][send.axis] += send.wire / len(receivers)
     return {pair: dict(axes) for pair, axes in sorted(found.items())}
@@ -40,25 +40,28 @@ def by_node(traffic: Traffic, ranks_per_node: int) -> Traffic:
     return {pair: dict(axes) for pair, axes in sorted(found.items())}
 
 
-def _peers(layout: Layout, axis: str) -> dict[int, tuple[int, ...]]:
-    """Of each rank: the others of its group, the next one first."""
-    return {
-        rank: group[index + 1 :] + group[:index]
-        for group in groups_of(layout, axis)
-        for index, rank in enumerate(group)
-    }
+def _places(layout: Layout, axis: str) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Of each rank: its group, and where in it the rank stands."""
+    return {rank: (group, index) for group in groups_of(layout, axis) for index, rank in enumerate(group)}
 
 
 def _receivers(
-    layout: Layout, entry: RankLedger, send: Send, peers: dict[str, dict[int, tuple[int, ...]]], *, ring: bool
+    layout: Layout,
+    entry: RankLedger,
+    send: Send,
+    places: dict[str, dict[int, tuple[tuple[int, ...], int]]],
+    *,
+    ring: bool,
 ) -> tuple[int, ...]:
     if send.axis == "pp" and send.operation == "send":
         return tuple(_neighbours(layout, entry, send.phase))
     if send.axis == "embedding":  # the two ranks that hold the copies of a tied embedding
         holders = {_at(layout, entry, stage) for stage in (0, layout.stage_count - 1)}
         return tuple(holders - {entry.rank})
-    others = peers.get(send.axis, {}).get(entry.rank, ())
-    return others[:1] if ring else others
+    group, index = places.get(send.axis, {}).get(entry.rank, ((entry.rank,), 0))
+    if ring:
+        return (group[(index + 1) % len(group)],) if len(group) > 1 else ()
+    return group[:index] + group[index + 1 :]
 
 
 def _neighbours(layout: Layout, entry: RankLedger, phase: str) -> Iterator[int]:
