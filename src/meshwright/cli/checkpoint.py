@@ -146,5 +146,26 @@ def export(
     _print({"files": written}, written, as_json)
 
 
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint of torch.distributed.checkpoint.")],
+    job_file: Annotated[Path, typer.Option("--job", help="The job whose model it is.")],
+    out: Annotated[Path, typer.Option(help="Folder to write config.json and safetensors to; must be new or empty.")],
+    prefix: Annotated[
+        str | None, typer.Option(help='What stands before the names, such as "model."; absent: found.')
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a checkpoint of torch.distributed.checkpoint as a Hugging Face folder, for model.init_from.
+
+    Nothing in it is executed. A Hugging Face folder needs no import: give it as model.init_from.
+    """
+    from meshwright.job.job import load_job
+    from meshwright.train.importing import import_dcp
+
+    written = [str(path) for path in import_dcp(source, load_job(job_file).model_spec, out, prefix)]
+    _print({"files": written}, written, as_json)
+
+
 def _print(facts: dict[str, Any], lines: list[str], as_json: bool) -> None:
     print(json.dumps(show.finite(facts)) if as_json else "\n".join(lines))

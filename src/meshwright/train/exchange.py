@@ -24,11 +24,20 @@ def export_hugging_face(checkpoint: Path, out: Path) -> list[Path]:
         InputError: ``out`` is not empty, or the model has no Hugging Face counterpart.
     """
     manifest = read_manifest(checkpoint)
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out: {out} is a file; give a new folder")
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"--out: {out} is not empty; give a new folder")
+    require_empty(out)
     spec = ModelSpec.model_validate(manifest.model)
     dtypes = {DTYPES[entry.dtype] for key, entry in manifest.tensors.items() if key.startswith("parameter/")}
     dtype: torch.dtype = dtypes.pop()
     return save(out, spec, lambda name: read_tensor(manifest, name), dtype=dtype)
+
+
+def require_empty(out: Path) -> None:
+    """Refuse a folder for new files that is there and not empty.
+
+    Raises:
+        InputError: it is.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out: {out} is a file; give a new folder")
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"--out: {out} is not empty; give a new folder")
