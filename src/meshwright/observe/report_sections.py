@@ -229,7 +229,10 @@ def _gantt_pictures(gantt: Gantt) -> Iterator[str]:
     if actions <= _MOST_ACTIONS:
         yield draw_svg(simulation, title=gantt.title)
         return
-    length = simulation.makespan * _MOST_ACTIONS / 2 / actions
+    # At least until the pipeline has filled: the first rank has its first backward behind it.
+    first = simulation.end[(simulation.table.rank == 0) & (simulation.table.kind != KINDS.index("F"))]
+    share = simulation.makespan * _MOST_ACTIONS / actions
+    length = min(max(share / 2, 1.1 * float(first.min())), 6 * share, simulation.makespan / 2)
     yield draw_svg(simulation, title=f"{gantt.title}: the beginning", window=(0.0, length))
     yield draw_svg(
         simulation, title=f"{gantt.title}: the end", window=(simulation.makespan - length, simulation.makespan)
