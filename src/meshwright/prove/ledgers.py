@@ -173,7 +173,8 @@ def predicted_spends(job: Job, cluster: ClusterSpec) -> Spends:
     evaluation = evaluate(work, cluster, from_layouts([job.layout], work))
     parts = {name: float(seconds[0]) for name, seconds in evaluation.time.items()}
     alone = {name: parts.pop(name, 0.0) for name in ("bubble", "waiting", "other")}
-    compute = {name: parts.pop(name) for name in ("forward", "backward", "recompute", "optimizer") if name in parts}
+    phases: tuple[str, ...] = ("forward", "backward", "recompute", "optimizer")
+    compute = {name: parts.pop(name) for name in phases if name in parts}
     return Spends(wall=float(evaluation.step_time[0]), compute=compute, communication=parts, **alone)
 
 
