@@ -59,6 +59,12 @@ def _megatron(layouts: Layouts) -> Bools:
     return chosen
 
 
+def _figure_13(layouts: Layouts) -> Bools:
+    """One replica, one schedule, one sequence at a time."""
+    chosen: Bools = _megatron(layouts) & (layouts.dp == 1) & (layouts.micro_batch == 1) & (layouts.virtual == 1)
+    return chosen
+
+
 def _nanotron(layouts: Layouts) -> Bools:
     """ZeRO-1 at most, nothing recomputed, 1F1B or all-forward-all-backward, even stages.
 
@@ -75,6 +81,7 @@ NANOTRON = replace(OURS, name="nanotron", overlap_gradients=0.0, overlap_gathers
 """Gradients are exchanged after the last backward; the rest as in a plain network with fused attention."""
 PROGRAMS = {
     "megatron-2021": Program(MEGATRON_2021, _megatron, sequence_parallel=False, dtype="float16"),
+    "megatron-2021-figure-13": Program(MEGATRON_2021, _figure_13, sequence_parallel=False, dtype="float16"),
     "nanotron-2025": Program(NANOTRON, _nanotron),
 }
 THIS = Program(None, lambda layouts: layouts.order == 0)
@@ -178,7 +185,7 @@ def rows(group: dict[str, Any], program: Program, only: str | None = None) -> li
         if only is not None and raw["model"] != only:
             continue
         if "models" in group:
-            spec = ModelSpec(name=raw["model"], vocabulary=131072, **group["models"][raw["model"]])
+            spec = ModelSpec(name=raw["model"], **group["models"][raw["model"]])
         else:
             spec = preset(raw["model"])
         cluster = load_cluster(f"{raw['devices'] // 8}x8 {group['cluster']}")

@@ -180,10 +180,12 @@ def search_progress(quiet: bool) -> Iterator[Report | None]:
 def _explained(job: Job, found: Plan, rank: int | None) -> tuple[str, Any, list[tuple[str, str, int]]]:
     """The layout's short form, its ledger of one rank, and every number with its formula."""
     from meshwright.plan.explain import explain
+    from meshwright.plan.machines import without_budget
     from meshwright.plan.predict import predict
 
     best = found.layouts[0]
-    resolved = job.with_layout(parse_layout(best.layout)).resolve(purpose="plan")
+    layout = parse_layout(best.layout)
+    resolved = without_budget(job).with_layout(layout).resolve(layout.ranks, purpose="plan")
     chosen = best.fullest_rank if rank is None else rank
     if chosen >= resolved.layout.ranks:
         raise InputError(

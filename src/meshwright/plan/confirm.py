@@ -13,6 +13,7 @@ from meshwright.job.grid import rank_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.ledger.ledger import CATEGORIES
+from meshwright.plan.machines import without_budget
 from meshwright.plan.predict import predict
 
 
@@ -39,7 +40,7 @@ class Candidate(NamedTuple):
 
 def exact_peak(job: Job, layout: Layout) -> ExactPeak:
     """The peak of the first, second or last pipeline rank, whichever is fullest: those between hold no more."""
-    resolved = job.with_layout(layout).resolve(purpose="plan")
+    resolved = without_budget(job).with_layout(layout).resolve(layout.ranks, purpose="plan")
     places = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     fullest = predict(resolved, [rank_of(layout, (pp, 0, 0, 0)) for pp in places]).fullest
     parts = fullest.stores.at_peak

@@ -35,6 +35,11 @@ def cluster_of(job: Job, given: str | ClusterSpec | None = None, ranks: int | No
     return _without_reserve(cluster) if budget is None else _with_memory(cluster, budget)
 
 
+def without_budget(job: Job) -> Job:
+    """The same job without a memory budget, so that layouts beyond it can be described, too."""
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_per_rank_bytes": None})})
+
+
 def with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
     """The same cluster with only ``devices`` of its devices: whole nodes, or part of one.
 

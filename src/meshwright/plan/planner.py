@@ -27,7 +27,7 @@ from meshwright.plan.arrays import (
 from meshwright.plan.confirm import Candidate, Confirmer, ExactPeak, exact_peak
 from meshwright.plan.evaluate import evaluate
 from meshwright.plan.legality import Modes
-from meshwright.plan.machines import cluster_of, one_rank_a_core, with_devices
+from meshwright.plan.machines import cluster_of, one_rank_a_core, with_devices, without_budget
 from meshwright.plan.placement import placement_sentence
 from meshwright.plan.predict import predict
 from meshwright.plan.reasons import fullest_rank, rejections
@@ -79,7 +79,7 @@ def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
     """
     machines = cluster_of(job, cluster, job.layout.ranks)
     check_plannable(job)
-    resolved = job.resolve(purpose="plan")
+    resolved = without_budget(job).resolve(purpose="plan")
     work = Work.of(resolved)
     began = time.monotonic()
     entry = evaluated(resolved, machines)
@@ -243,7 +243,7 @@ def representative_ranks(layout: Layout) -> list[int]:
 
 def sent_by_axis(job: Job, layout: Layout) -> dict[str, float]:
     """Bytes that a rank in the middle of the pipeline sends in a step, by axis, as NCCL moves them."""
-    resolved = job.with_layout(layout).resolve(purpose="plan")
+    resolved = without_budget(job).with_layout(layout).resolve(layout.ranks, purpose="plan")
     rank = rank_of(layout, (layout.pp // 2, 0, 0, 0))
     sends = predict(resolved, [rank], backend="nccl").ranks[0].sends
     axes = {send.axis for send in sends}

@@ -11,7 +11,7 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.ledger.ledger import RankLedger, Send
-from meshwright.plan.machines import cluster_of, with_devices
+from meshwright.plan.machines import cluster_of, with_devices, without_budget
 from meshwright.plan.placement import axis_places
 from meshwright.plan.planner import check_plannable, evaluated, representative_ranks
 from meshwright.plan.predict import predict
@@ -78,7 +78,7 @@ def compare(job: Job, layouts: Iterable[Layout], cluster: ClusterSpec | str | No
     machines = cluster_of(job, cluster)
     found = []
     for layout in layouts:
-        resolved = job.with_layout(layout, source="--compare").resolve(layout.ranks, purpose="plan")
+        resolved = without_budget(job).with_layout(layout, source="--compare").resolve(layout.ranks, purpose="plan")
         found.append(_one(resolved, with_devices(machines, layout.ranks)))
     return found
 
