@@ -42,7 +42,7 @@ def calibrate(
     began = time.perf_counter()
 
     def say(text: str) -> None:
-        console.print(f"{time.perf_counter() - began:5.1f} s  {text}")
+        console.print(f"{time.perf_counter() - began:5.1f} s  {text}", soft_wrap=True)
 
     place = detect_environment()
     torch.set_num_threads(1)
