@@ -126,20 +126,26 @@ class LayerWalk(Walk):
             tape.drop(x.ffn, x.ffn)
         self.free(x.up)
 
+    def _own_output(self, policy: Recompute) -> bool:
+        """Whether the output projection alone saves its input; otherwise fused attention does too."""
+        return policy == "selective" or self.x.spec.attention_dropout > 0
+
     def _attention_backward(self, policy: Recompute, mask: int) -> None:
-        x, spec = self.x, self.x.spec
+        tape, x, spec = self.tape, self.x, self.x.spec
         dropped = self.dropout_backward()
         size, width = spec.hidden * x.element, x.heads * spec.head_size
-        own_output = policy == "selective" or spec.attention_dropout > 0
+        own_output = self._own_output(policy)
         self.row_backward(
             width * size, size if spec.output_bias else 0, x.q, x.q if own_output else 0, drop=dropped
         )  # fmt: skip
+        before = tape.kept
         if policy == "selective":
-            self.attention_core()
-            if spec.attention_dropout > 0:
-                self.free(x.q)
+            self.attention_core(again=True)
         self.attention_core_backward(mask)
-        if policy == "selective" and not self.product_kept:
+        if policy == "selective" and self.part == "input":
+            # What was computed again goes at once; only what forward saved waits for the weight part.
+            tape.kept = before
+        elif policy == "selective" and not self.product_kept:
             self.free(x.qkv)
         columns = (x.heads + 2 * x.kv_heads) * spec.head_size
         self.column_backward(columns * size, columns * x.element if spec.qkv_bias else 0, x.qkv, x.own)
@@ -156,7 +162,7 @@ class LayerWalk(Walk):
             self.spend(own)
         self.borrowed = False
 
-    def layer_weights(self, *, first: bool) -> int:
+    def layer_weights(self, policy: Recompute, *, first: bool) -> int:
         """The weight part of a split backward pass, from the input on; ``first``: of the stage, whose input stays.
 
         Returns:
@@ -167,10 +173,11 @@ class LayerWalk(Walk):
         columns, rows = (x.heads + 2 * x.kv_heads) * spec.head_size, x.inner * (2 if spec.gated else 1)
         self.norm_weights(0 if first else x.own)
         self.product_weights(columns * size, columns * x.element if spec.qkv_bias else 0, x.qkv, x.own)
-        self.product_weights(width * size, size if spec.output_bias else 0, x.own, 0)
+        # Split over ranks, a row-split product's input is saved by a node of its own, which goes with the graph.
+        alone = x.tp == 1 and self._own_output(policy)
+        self.product_weights(width * size, size if spec.output_bias else 0, x.own, x.q if alone else 0)
         self.norm_weights(x.own)
         self.product_weights(rows * size, rows * x.element if spec.mlp_bias else 0, x.up, x.own)
-        # Split over ranks, a row-split product's input is saved by a node of its own, which goes with the graph.
         self.product_weights(x.inner * size, size if spec.mlp_bias else 0, x.own, x.ffn if x.tp == 1 else 0)
         return int(before - self.tape.kept)
 

@@ -262,7 +262,7 @@ class StageWalk:
         walk = LayerWalk(x, tape, gathered=True)
         left = 0
         for index in range(len(stage.layers)):
-            left += self._saved_by_layer - walk.layer_weights(first=index == 0)
+            left += self._saved_by_layer - walk.layer_weights(stage.recompute, first=index == 0)
         if stage.last:
             walk.norm_weights(x.own if stage.layers else 0)
             walk.product_weights(x.columns * x.spec.hidden * x.element, 0, 0, x.own)

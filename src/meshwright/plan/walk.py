@@ -258,8 +258,11 @@ class Walk:
             return bool(min(self.x.heads, self.x.kv_heads) == 1)
         return spec.positions != "rope" and spec.attention_dropout == 0
 
-    def attention_core(self) -> None:
-        """From the fused product to the input of the output projection, which is kept."""
+    def attention_core(self, *, again: bool = False) -> None:
+        """From the fused product to the input of the output projection, which is kept.
+
+        ``again``: once more in backward, which stops as soon as everything is saved.
+        """
         x, tape, spec = self.x, self.tape, self.x.spec
         rotated = spec.positions == "rope"
         copied = 0
@@ -276,12 +279,12 @@ class Walk:
             tape.keep(copied)
             copied = 0
         if spec.attention_dropout > 0:
-            self._written_out(rotated=rotated)
+            self._written_out(rotated=rotated, again=again)
         else:
             tape.keep(x.q, x.lse)
         tape.drop(copied)
 
-    def _written_out(self, *, rotated: bool) -> None:
+    def _written_out(self, *, rotated: bool, again: bool) -> None:
         x, tape = self.x, self.tape
         scores = x.pairs * x.element
         tape.keep(x.q, x.q)
@@ -293,18 +296,25 @@ class Walk:
             tape.keep(x.sequence * x.sequence)
         tape.use(scores)
         tape.drop(scores)
+        if not tape.saving:
+            # Nothing holds on to the operand and the causal mask.
+            tape.drop(x.q, 0 if x.masked else x.sequence * x.sequence)
         if x.narrow:
             tape.use(x.pairs * x.wide)
         tape.keep(x.pairs * x.wide)
         if x.narrow:
             tape.drop(x.pairs * x.wide)
             tape.use(scores)
+            tape.drop(0 if tape.saving else x.pairs * x.wide)
         self.draw(x.tokens * x.heads, x.sequence)
         tape.keep(scores)
-        tape.use(x.q)
+        if not again:
+            tape.use(x.q)
         tape.drop(scores, scores if x.narrow else 0)
-        tape.keep(x.q)
-        tape.drop(x.q, x.qkv if rotated else 0)
+        if not again:
+            tape.keep(x.q)
+            tape.drop(x.q)
+        tape.drop(x.qkv if rotated else 0)
 
     def _head_norms(self) -> None:
         """Of q and k, which are copied out of the fused product unless they are one head, and put together again."""
