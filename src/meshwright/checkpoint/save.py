@@ -17,6 +17,7 @@ import torch
 
 from meshwright.checkpoint.boxes import Box, chunks, cover_problem
 from meshwright.checkpoint.disk import Disk, forget
+from meshwright.checkpoint.drill import restore_in_another_process
 from meshwright.checkpoint.folder import clean, is_complete, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, Entry, FileEntry, Manifest, Slice, encode, read_manifest
 from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
@@ -51,6 +52,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     keep: Retention | int | None = None,
     finite: bool = False,
+    drill: bool = False,
     world: World | None = None,
     disk: Disk | None = None,
 ) -> Path:
@@ -66,6 +68,7 @@ def save(
         state: what else must come back: data cursor, loss scaler.
         keep: remove older ones beyond this many (or by this rule), once the new one has been read back and verified.
         finite: refuse to save infinities and NaN: such a state must not take the place of a good one.
+        drill: let another process load it whole before older ones go.
         world: the ranks; absent: the default process group, or this process alone.
         disk: the file system; tests pass one that fails.
 
@@ -80,6 +83,8 @@ def save(
     save_.write(tensors, finite)
     header = {"layout": layout, "model": model or {}, "optimizer": optimizer or {}, "state": state or {}}
     save_.commit(header)
+    if drill:
+        save_.drill()
     if keep is not None:
         save_.rotate(keep)
     return save_.target
@@ -178,6 +183,10 @@ class _Save:
             tensors={key: Entry(*whole[key], tuple(slices[key])) for key in slices},
             files={outcome[0]: FileEntry(**outcome[1]) for outcome in self.written if outcome},
         )
+
+    def drill(self) -> None:
+        """Another process, begun by rank 0, loads the new checkpoint whole."""
+        self._together(lambda: restore_in_another_process(self.target), rank_0=True)
 
     def rotate(self, keep: Retention | int) -> None:
         """Every rank reads back what it wrote; when all of it is right, rank 0 removes the oldest."""

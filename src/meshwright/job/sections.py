@@ -184,7 +184,15 @@ class CheckpointSection(Section):
     """[checkpoint]: when state is saved, and how many are kept."""
 
     every: PositiveInt | None = None
-    """Steps between checkpoints; absent: only at the end."""
+    """Steps between checkpoints; absent (and no ``interval``): only at the end."""
+    interval: Positive | Literal["auto"] | None = None
+    """Seconds between checkpoints, beside or instead of ``every``; ``auto``: sqrt(2 cost mtbf), as they cost here."""
+    mtbf_hours: Positive | None = None
+    """Mean time between failures of the whole run, for ``interval = "auto"``."""
+    mode: Literal["sync", "async"] = "sync"
+    """``async``: the state is copied to host buffers, and written while training goes on."""
+    drill_every: PositiveInt | None = None
+    """Every so many checkpoints another process loads the new one whole and compares it, before an old one goes."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
     keep_every: PositiveInt | None = None
@@ -195,6 +203,12 @@ class CheckpointSection(Section):
     """``--resume`` finds the newest damaged: say so and stop, or take the one before it."""
     failure: Literal["stop", "continue"] = "stop"
     """A checkpoint could not be written (a full disk): stop the run, or train on and record it."""
+
+    @model_validator(mode="after")
+    def _auto_needs_failures(self) -> CheckpointSection:
+        if self.interval == "auto" and self.mtbf_hours is None:
+            raise ValueError('interval = "auto" needs mtbf_hours, the mean time between failures of the run; give it')
+        return self
 
 
 class ObserveSection(Section):

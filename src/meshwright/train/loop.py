@@ -21,6 +21,8 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
+from meshwright.train.background_save import BackgroundSaver
+from meshwright.train.cadence import Cadence
 from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
 from meshwright.train.saving import Saver, require_shared
@@ -45,6 +47,9 @@ class TrainingLoop:
         require_shared(run_dir, self.saver.world)
         if resume:
             self.saver.resume()
+        self.background = BackgroundSaver(self.saver) if job.checkpoint.mode == "async" else None
+        self.cadence = Cadence(job.checkpoint, self.saver.world)
+        self._unsaved: SaveError | None = None
         self.start = self.trainer.step_number
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self._ledger_step())
         self._open_records(resume)
@@ -62,14 +67,19 @@ class TrainingLoop:
         began = time.monotonic()
         with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
             outcome, report = self._steps()
+        self._take_written(wait=True)
         if self.trainer.step_number > self.saver.saved_step:
-            self._save(last=True)
+            self._save_now(last=True)
         self._event(outcome, step=self.trainer.step_number)
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
+        if self.background is not None:
+            self.background.close()
         if self.board is not None:
             self.board.close()
         barrier(self.mesh.group("world"))
+        if self._unsaved is not None and self.job.checkpoint.failure == "stop":
+            raise self._unsaved
         if outcome == "stopped" and report is not None:
             raise TrainingStopped(self._why(report))
         return summary
@@ -166,21 +176,48 @@ class TrainingLoop:
         return total / tokens if tokens else None
 
     def _maybe_save(self) -> None:
-        every = self.job.checkpoint.every
-        if every and self.trainer.step_number % every == 0:
-            self._save()
+        self._take_written(wait=False)
+        if not self.cadence.due(self.trainer.step_number):
+            return
+        if self.background is None:
+            self._save_now()
+            return
+        began = time.monotonic()
+        self._take_written(wait=True)  # one at a time
+        if self._unsaved is None or self.job.checkpoint.failure == "continue":
+            self.background.begin()
+            stall = time.monotonic() - began
+            self.cadence.saved(stall)
+            self._event("saving", step=self.trainer.step_number, stall_seconds=stall)
 
-    def _save(self, *, last: bool = False) -> None:
+    def _take_written(self, *, wait: bool) -> None:
+        """Record how the checkpoint in the background ended, if it did (``wait``: until it did).
+
+        Ranks may see a failure some steps apart; by the agreed wish to stop they leave at the same step.
+        """
+        ended = self.background.take(wait=wait) if self.background is not None else None
+        if isinstance(ended, SaveError):
+            self._save_failed(ended)
+            self.trainer.stop_wanted |= self.job.checkpoint.failure == "stop"
+        elif ended is not None:
+            self._event("saved", step=ended.step, seconds=ended.seconds)
+
+    def _save_now(self, *, last: bool = False) -> None:
         began = time.monotonic()
         try:
             self.saver.save()
         except SaveError as error:  # the same on every rank
             if last or self.job.checkpoint.failure == "stop":
                 raise
-            self._event("save-failed", step=self.trainer.step_number, reason=str(error))
-            self.progress.say(str(error))
-            return
-        self._event("saved", step=self.saver.saved_step, seconds=time.monotonic() - began)
+            self._save_failed(error)
+        else:
+            self._event("saved", step=self.saver.saved_step, seconds=time.monotonic() - began)
+        self.cadence.saved(time.monotonic() - began)
+
+    def _save_failed(self, error: SaveError) -> None:
+        self._unsaved = error
+        self._event("save-failed", step=self.trainer.step_number, reason=str(error))
+        self.progress.say(str(error))
 
     def _summary(self, outcome: Outcome, report: StepReport | None, seconds: float) -> dict[str, Any]:
         steady = sorted(self._best_rates[2:] or self._best_rates)

@@ -94,7 +94,7 @@ def _check_space(job: Job, run_dir: Path) -> None:
     section, optimizer = job.checkpoint, job.optimizer
     moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
     each = job.model_spec.parameter_count * (8 if job.precision.dtype == "float64" else 4) * (1 + moments)
-    saves = -(-job.train.steps // section.every) if section.every else 1
+    saves = -(-job.train.steps // section.every) if section.every else section.keep + 1 if section.interval else 1
     # A new one is written and verified before the oldest goes.
     more = max(1, min(section.keep + 1, saves) - len(steps(run_dir / FOLDER)))
     free = shutil.disk_usage(run_dir).free

@@ -43,6 +43,7 @@ class Saver:
         self.trainer, self.loader, self.folder = trainer, loader, run_dir / FOLDER
         self.world = GroupWorld(trainer.mesh.group("world"))
         self.disk = Disk()
+        self._writes = 0
         self.saved_step = 0
         self.passed_over: list[str] = []
         """What was wrong with newer checkpoints than the one resumed from."""
@@ -54,24 +55,33 @@ class Saver:
 
         Each element is saved by the one rank that counts it in the norm, so it is written once.
         """
-        trainer = self.trainer
-        step = trainer.step_number
-        counted = [index for index, piece in enumerate(trainer.owned) if piece.counted]
-        path = save(
+        path = self.write(self.trainer.step_number, self.counted_tensors(), self.scalars(), self.world)
+        self.saved_step = self.trainer.step_number
+        return path
+
+    def counted_tensors(self) -> list[PlacedTensor]:
+        """The tensors that this rank speaks for, always in the same order."""
+        return self.tensors(index for index, piece in enumerate(self.trainer.owned) if piece.counted)
+
+    def write(self, step: int, tensors: list[PlacedTensor], state: Mapping[str, Any], world: World) -> Path:
+        """Write these tensors as the state after ``step``; all ranks of ``world`` together."""
+        job = self.trainer.job
+        self._writes += 1
+        every = job.checkpoint.drill_every
+        return save(
             self.folder,
             step,
-            self.tensors(counted),
-            layout=str(trainer.job.layout),
-            model=trainer.job.model_spec.model_dump(mode="json"),
-            optimizer=trainer.job.optimizer.model_dump(mode="json"),
-            state=self.scalars(),
-            keep=retention(trainer.job),
+            tensors,
+            layout=str(job.layout),
+            model=job.model_spec.model_dump(mode="json"),
+            optimizer=job.optimizer.model_dump(mode="json"),
+            state=state,
+            keep=retention(job),
             finite=True,
-            world=self.world,
+            drill=every is not None and self._writes % every == 0,
+            world=world,
             disk=self.disk,
         )
-        self.saved_step = step
-        return path
 
     def resume(self) -> None:
         """Continue from the last complete checkpoint of the run, or by policy from the last that is not damaged.
