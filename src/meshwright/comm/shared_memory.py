@@ -218,9 +218,8 @@ class Arrival:
 
 def _bytes_of(tensor: Tensor) -> NDArray[Any]:
     """A flat contiguous tensor's bytes. NumPy's copies are no operations to whoever records those of torch."""
-    return np.frombuffer(
-        (ctypes.c_uint8 * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr()), np.uint8
-    )
+    place = (ctypes.c_uint8 * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(place), np.uint8)
 
 
 _channels: dict[str, Channel] = {}
