@@ -210,7 +210,7 @@ def test_auto_layout_waits_for_the_planner(job_file: Path) -> None:
     assert job.auto and given.auto and load_job(job_file, ["layout=auto"]).auto
     assert not load_job(job_file, layout="dp=2").auto
     assert not job.with_layout(Layout(dp=2)).auto
-    with pytest.raises(InputError, match="auto has not been resolved; ask meshwright.plan"):
+    with pytest.raises(InputError, match=r"auto has not been resolved; ask meshwright\.plan"):
         job.resolve()
     assert wrong(job_file, "layout.tp=2")[0] == (
         "layout: auto stands for a whole layout, to be planned; give the degrees here"

@@ -55,9 +55,7 @@ def train(
     _report(job, out, as_json)
 
 
-def _be_a_rank(
-    place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None]
-) -> None:
+def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None]) -> None:
     from meshwright.recovery.rank import run_as_rank
     from meshwright.train.worker import train_rank
 

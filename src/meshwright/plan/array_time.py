@@ -20,7 +20,7 @@ from meshwright.plan.stages import Held, held
 __all__ = [
     "LayerTime",
     "Machine",
-    "PassTime",
+    "MicroBatchSeconds",
     "StepTime",
     "fill_factor",
     "layer_time",
@@ -41,7 +41,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class PassTime:
+class MicroBatchSeconds:
     """What one micro-batch takes on a pipeline rank, by what the rank holds; exposed communication included.
 
     Seconds, arrays over the layouts. An event simulation puts them together stage by stage, where ``step_time``
@@ -63,7 +63,7 @@ class PassTime:
     """One message between stages."""
 
 
-def pass_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules) -> PassTime:
+def pass_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules) -> MicroBatchSeconds:
     """What ``step_time`` is made of, for an event simulation."""
     return _Step(shape, layouts, network, machine, rules, None, None).passes()
 
@@ -120,8 +120,8 @@ class _Step:
             total += seconds
         return StepTime(parts, total)
 
-    def passes(self) -> PassTime:
-        """See :class:`PassTime`."""
+    def passes(self) -> MicroBatchSeconds:
+        """See :class:`MicroBatchSeconds`."""
         layer, shape, machine, tp = self._layer_parts(), self.shape, self.machine, self.layouts.tp
         forward_gather, backward_gather = self._zero3_exposed(layer)
         embedding, head_forward, head_backward = self._ends()
@@ -143,7 +143,9 @@ class _Step:
             "send": send,
         }
         length = self.layouts.dp.shape
-        return PassTime(**{name: np.broadcast_to(np.asarray(value, float), length) for name, value in parts.items()})
+        return MicroBatchSeconds(
+            **{name: np.broadcast_to(np.asarray(value, float), length) for name, value in parts.items()}
+        )
 
     def _layer_parts(self) -> dict[str, Floats]:
         """Seconds of one layer and micro-batch: compute, host floors and exposed communication."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.job.cluster import ClusterSpec
-from meshwright.plan.array_time import PassTime, pass_time
+from meshwright.plan.array_time import MicroBatchSeconds, pass_time
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Evaluation, Floats, Layouts, Work, stage_counts
 from meshwright.plan.collectives import Network
 from meshwright.plan.evaluate import evaluate, machine_of, rules_of
@@ -41,13 +41,13 @@ def refine(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats:
     return times
 
 
-def _outside(values: Evaluation, layouts: Layouts, passes: PassTime, layers: int) -> Floats:
+def _outside(values: Evaluation, layouts: Layouts, passes: MicroBatchSeconds, layers: int) -> Floats:
     """Seconds of a step outside the pipeline."""
     inside = sum(values.time[name] for name in _IN_PIPELINE if name in values.time)
     return np.asarray(values.step_time - inside - layouts.micro_batches * passes.host, float)
 
 
-def _pipeline(work: Work, layouts: Layouts, index: int, passes: PassTime, rules: Rules) -> float:
+def _pipeline(work: Work, layouts: Layouts, index: int, passes: MicroBatchSeconds, rules: Rules) -> float:
     """Seconds from the first forward to the last backward of one layout."""
     pp, virtual, count = (int(column[index]) for column in (layouts.pp, layouts.virtual, layouts.micro_batches))
     schedule = SCHEDULES[int(layouts.schedule[index])]
@@ -66,7 +66,7 @@ def _pipeline(work: Work, layouts: Layouts, index: int, passes: PassTime, rules:
     return second + (second - first) * (count - fewer - pp) / pp
 
 
-def stage_seconds(work: Work, layouts: Layouts, index: int, passes: PassTime) -> tuple[Floats, Floats, Floats]:
+def stage_seconds(work: Work, layouts: Layouts, index: int, passes: MicroBatchSeconds) -> tuple[Floats, Floats, Floats]:
     """Forward, input backward and weight backward of each stage of one layout; ``[stages]``."""
     stages, virtual = int(layouts.pp[index] * layouts.virtual[index]), int(layouts.virtual[index])
     layers = np.array(stage_counts(work.spec.layers, stages, int(layouts.last_fewer[index])), float)
