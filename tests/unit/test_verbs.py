@@ -41,7 +41,7 @@ def test_each_verb_is_the_function_of_its_name(name: str, monkeypatch: pytest.Mo
 
 def test_what_is_no_verb_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'paln'"):
-        _ = meshwright.paln
+        _ = meshwright.paln  # codespell:ignore paln
 
 
 AUTO: dict[str, Any] = {
