@@ -12,10 +12,13 @@ import torch
 from meshwright.checkpoint.folder import latest
 from meshwright.checkpoint.load import read_tensor, tensor_names
 from meshwright.checkpoint.verify import verify
+from meshwright.comm.mesh import Mesh
 from meshwright.errors import CheckpointError
 from meshwright.job.job import Job
+from meshwright.prove.oracle import whole_model
 from meshwright.prove.pool import RankFailure, RankPool
-from meshwright.train.saving import latest_checkpoint, load_whole_model
+from meshwright.train.saving import Saver, latest_checkpoint, load_whole_model
+from meshwright.train.trainer import Trainer
 from tests.small_jobs import small_job, train_and_save
 
 Ranks = Callable[[int], RankPool]
@@ -132,3 +135,37 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_by_policy(ranks: Ranks, 
     assert [path.name.rpartition("-")[0] for path in (tmp_path / "checkpoints").glob(".*")] == [
         ".step-4.superseded",
     ]  # fmt: skip
+
+
+def test_weights_alone_start_another_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Another layout, type and update rule: masters are the saved weights; the oracle agrees."""
+    ranks(2).run(train_and_save, small_job("dp=2 zero=1", **ADAMW), str(tmp_path), 0, 2, [2])
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    later = small_job(
+        "tp=2 pp=2 micro_batch=1", model={"init_from": str(path)}, precision={"dtype": "bfloat16"}, train={"seed": 9}
+    )
+    held = ranks(4).run(masters, later)
+    names = {name for rank in held for name in rank}
+    assert names == set(tensor_names(path))
+    for rank in held:
+        for name, boxes in rank.items():
+            whole = read_tensor(path, name).float()
+            for offsets, values in boxes:
+                where = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+                assert np.array_equal(whole[where].numpy(), values), name
+    model = whole_model(later, path)
+    assert torch.equal(model.embedding.weight.data, read_tensor(path, "embedding.weight").float())
+    with pytest.raises(RankFailure, match=r"another shape for: parameter/layers\.0\.mlp"):
+        ranks(1).run(masters, small_job("dp=1", model={"init_from": str(path), "ffn_hidden": 64}))
+
+
+def masters(job: Job) -> dict[str, list[tuple[tuple[int, ...], np.ndarray]]]:
+    """On a rank: the masters it starts with, by name."""
+    found: dict[str, list[tuple[tuple[int, ...], np.ndarray]]] = {}
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        for box in Saver(trainer, None, Path()).tensors(range(len(trainer.owned))):
+            if box.role == "parameter":
+                found.setdefault(box.name, []).append((box.offsets, box.boxed.clone().numpy()))
+    return found

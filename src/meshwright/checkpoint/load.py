@@ -171,10 +171,21 @@ def read_tensor(path: str | Path | Manifest, name: str, role: Role = "parameter"
         CheckpointError: there is no such tensor, or its bytes are damaged.
     """
     manifest = path if isinstance(path, Manifest) else read_manifest(path)
+    shape = _entry(manifest, f"{role}/{name}").shape
+    return read_box(manifest, name, tuple(0 for _ in shape), shape, role)
+
+
+def read_box(
+    manifest: Manifest, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], role: Role = "parameter"
+) -> Tensor:
+    """One box of a tensor of a checkpoint, on the host; only the slices that overlap it are read.
+
+    Raises:
+        CheckpointError: there is no such tensor, or its bytes are damaged.
+    """
     entry = _entry(manifest, f"{role}/{name}")
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    origin = tuple(0 for _ in entry.shape)
-    _fill(manifest, [PlacedTensor(name, entry.shape, origin, entry.shape, tensor, role)])
+    tensor = torch.empty(sizes, dtype=DTYPES[entry.dtype])
+    _fill(manifest, [PlacedTensor(name, entry.shape, offsets, sizes, tensor, role)])
     return tensor
 
 

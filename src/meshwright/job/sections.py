@@ -36,7 +36,7 @@ class ModelSection(ModelSpec):
     hf: str | None = None
     """A Hugging Face folder or its config.json, read for the shape alone."""
     init_from: str | None = None
-    """A Hugging Face folder whose weights training starts from; absent: from scratch."""
+    """A Hugging Face folder or a ``step-N`` folder whose weights training starts from; absent: from scratch."""
 
     @model_validator(mode="before")
     @classmethod

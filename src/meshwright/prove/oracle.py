@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.data.batch import Batch
@@ -117,15 +118,33 @@ class Oracle:
 
 
 def whole_model(job: Job, init_from: str | Path | None = None) -> StageModel:
-    """The job's model on one device at its start, from the seed or from a Hugging Face folder; float64 or float32."""
+    """The job's model on one device at its start, from the seed, a Hugging Face folder or a checkpoint."""
     spec = job.model_spec
     master = torch.float64 if job.precision.dtype == "float64" else torch.float32
     model = StageModel(spec, range(spec.layers), first=True, last=True).to(master)
     if init_from is None:
         initialise(model, job.train.seed)
+    elif (Path(init_from) / "manifest.json").exists():
+        _fill_from_checkpoint(model, Path(init_from))
     else:
         load_into(model, Path(init_from))
     return model
+
+
+def _fill_from_checkpoint(model: StageModel, folder: Path) -> None:
+    """Its files are plain safetensors of boxes named ``parameter/name/offsets``, read here by that alone."""
+    whole = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in model.spec.parameters()}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in (key for key in file.keys() if key.startswith("parameter/")):  # noqa: SIM118
+                name, _, offsets = key.removeprefix("parameter/").rpartition("/")
+                value = file.get_tensor(key)
+                starts = [int(text) for text in offsets.split(",") if text]
+                whole[name][tuple(slice(a, a + n) for a, n in zip(starts, value.shape, strict=True))] = value
+    parameters = dict(model.named_parameters())
+    for name, segments in model.segments.items():
+        for segment in segments:
+            segment.box(parameters[name].data).copy_(whole[segment.name])
 
 
 def rate(optimizer: OptimizerSection, step: int, total: int) -> float:
@@ -162,7 +181,7 @@ def train_one_device(
         batches_of: the micro-batches of the whole global batch, by step.
         steps: how many.
         gradient_steps: keep the gradients (before clipping) of this many first steps.
-        init_from: Hugging Face folder to start from.
+        init_from: Hugging Face folder or checkpoint to start from.
 
     Returns:
         Losses, gradient norms, kept gradients and final parameters, by full logical name.

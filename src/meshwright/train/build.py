@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
-from meshwright.model.hugging_face import load_into
 from meshwright.model.initialise import initialise
 from meshwright.model.partition import Partition
 from meshwright.model.transformer import StageModel
@@ -20,6 +20,7 @@ from meshwright.parallel.pipeline import PipelineExecutor
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.tensor import TensorPartition, reduce_replicated_gradients
 from meshwright.parallel.tied import combine_tied_gradients
+from meshwright.train.initial_weights import load_weights
 
 COMPUTE_DTYPES = {
     "float64": torch.float64,
@@ -71,9 +72,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _fill(module: StageModel, job: Job) -> None:
-    """Starting values: from a Hugging Face folder, or from the seed."""
+    """Starting values: from a Hugging Face folder or a checkpoint, or from the seed."""
     if job.model.init_from is not None:
-        load_into(module, job.model.init_from)
+        load_weights(module, Path(job.model.init_from))
     else:
         initialise(module, job.train.seed)
 
