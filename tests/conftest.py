@@ -19,8 +19,12 @@ EVERY_NTH = {
     "test_data_parallel.py": 3,
     "test_layouts.py": 2,
     "test_pipeline.py": 3,
+    "test_predicted_activations.py": 2,
+    "test_predicted_flops.py": 2,
+    "test_predicted_program.py": 2,
     "test_recompute.py": 3,
     "test_tensor_parallel.py": 2,
+    "test_trace.py": 2,
     "test_transformers.py": 3,
 }
 """The large matrices: of each of their tests, every n-th case belongs to ``make test``; the others are ``all``."""
