@@ -22,7 +22,9 @@ def main() -> None:
     tensor = torch.full((elements,), float(dist.get_rank() + 1))
     dist.all_reduce(tensor.clone())  # connections are made on the first use
     dist.barrier()
-    before, began = link_counters(interface), time.perf_counter()
+    before = link_counters(interface)
+    dist.barrier()  # no rank of this host sends before all have read the counter
+    began = time.perf_counter()
     for _ in range(rounds):
         result = tensor.clone()
         dist.all_reduce(result)
