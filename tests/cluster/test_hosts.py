@@ -58,8 +58,12 @@ def test_all_reduce_puts_the_expected_bytes_on_the_link(hosts: TwoHosts, ranks_p
 
 def test_counters_agree_from_inside_and_outside(hosts: TwoHosts) -> None:
     command = [sys.executable, "-c", "from tests.cluster.hosts import link_counters; print(link_counters('mw1'))"]
-    inside, _ = hosts.start(1, command).communicate(timeout=30)
-    assert inside.strip() == str(hosts.counters(1))
+    for _ in range(10):
+        before = hosts.counters(1)
+        inside, _ = hosts.start(1, command).communicate(timeout=30)
+        if hosts.counters(1) == before:  # otherwise the kernel itself sent something meanwhile, looking for neighbours
+            break
+    assert inside.strip() == str(before)
 
 
 def test_a_limited_link_is_as_slow_as_it_says(can_make_hosts: None) -> None:

@@ -245,9 +245,7 @@ def open_channel(
         timeout: how long a rank waits for a message; absent: as long as torch's groups do.
     """
     rank = group.rank()
-    file = os.memfd_create("meshwright-arena") if _possible(group) else -1
-    if file >= 0:
-        os.ftruncate(file, _ARENA_BYTES)
+    file = _anonymous_file() if _possible(group) else -1
     said = gather({"host": _host(), "process": os.getpid(), "file": file}, group)
     arenas = _arenas(said, rank)
     together = all(gather(arenas is not None, group))
@@ -267,6 +265,20 @@ def close_channel(group: dist.ProcessGroup) -> None:
 
 def _possible(group: dist.ProcessGroup) -> bool:
     return platform.system() == "Linux" and platform.machine() == "x86_64" and dist.get_backend(group) == "gloo"
+
+
+def _anonymous_file() -> int:
+    """An open file of the arena's size without a name; -1 where the system gives none."""
+    try:
+        file = os.memfd_create("meshwright-arena")
+    except OSError:
+        return -1
+    try:
+        os.ftruncate(file, _ARENA_BYTES)
+    except OSError:
+        os.close(file)
+        return -1
+    return file
 
 
 def _host() -> str:
