@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from meshwright.errors import InputError
+from meshwright.files import replace_text
 from meshwright.job.cluster import ClusterSpec
 from meshwright.prove.calibrate import calibrate as measure
 from meshwright.prove.calibrate import calibrate_as_rank
@@ -55,9 +56,7 @@ def calibrate(
     if cluster is None:  # the first rank has it
         return
     text = cluster.model_dump_json(indent=1, exclude_none=True) + "\n"
-    temporary = out.with_name(f".{out.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, out)
+    replace_text(out, text)
     say(f"wrote {out}")
     if as_json:
         print(json.dumps(json.loads(text)))

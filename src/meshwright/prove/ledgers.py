@@ -18,9 +18,8 @@ from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.ledger.compare import Difference, compare
 from meshwright.ledger.ledger import Ledger, RankLedger, Spends
-from meshwright.plan.arrays import Work, from_layouts
-from meshwright.plan.evaluate import evaluate
 from meshwright.plan.predict import predict
+from meshwright.plan.spends import predicted_spends
 from meshwright.prove.check import proof_job
 from meshwright.prove.matrix import Case, layout_cases
 from meshwright.prove.pool import RankPool
@@ -83,8 +82,13 @@ class Agreement:
     @property
     def slowest(self) -> RankLedger | None:
         """The rank whose step took longest."""
-        timed = [entry for entry in self.measured.ranks if entry.spends is not None]
-        return max(timed, key=lambda entry: entry.spends.wall if entry.spends else 0.0, default=None)
+        return slowest_rank(self.measured)
+
+
+def slowest_rank(measured: Ledger) -> RankLedger | None:
+    """The rank whose step took longest, of those that were timed."""
+    timed = [entry for entry in measured.ranks if entry.spends is not None]
+    return max(timed, key=lambda entry: entry.spends.wall if entry.spends else 0.0, default=None)
 
 
 def _difference(one: Difference) -> dict[str, Any]:
@@ -155,7 +159,7 @@ def hold_together(
         tracing = beside.submit(trace, job, ranks)
         measured = measure(pool, job)
         traced = tracing.result()
-    predicted = predict(job, backend="gloo")
+    predicted, slowest = predict(job, backend="gloo"), slowest_rank(measured)
     return Agreement(
         label=label,
         layout=job.layout,
@@ -163,19 +167,8 @@ def hold_together(
         traced=tuple(ranks),
         differences=tuple(compare([predicted, traced, measured])),
         measured=measured,
-        predicted_spends=None if cluster is None else predicted_spends(job, cluster),
+        predicted_spends=None if cluster is None or slowest is None else predicted_spends(job, cluster, slowest.rank),
     )
-
-
-def predicted_spends(job: Job, cluster: ClusterSpec) -> Spends:
-    """Seconds of the job's step on a cluster, by the planner's time model, under the ledger's names."""
-    work = Work.of(job)
-    evaluation = evaluate(work, cluster, from_layouts([job.layout], work))
-    parts = {name: float(seconds[0]) for name, seconds in evaluation.time.items()}
-    alone = {name: parts.pop(name, 0.0) for name in ("bubble", "waiting", "other")}
-    phases: tuple[str, ...] = ("forward", "backward", "recompute", "optimizer")
-    compute = {name: parts.pop(name) for name in phases if name in parts}
-    return Spends(wall=float(evaluation.step_time[0]), compute=compute, communication=parts, **alone)
 
 
 def ranks_to_trace(layout: Layout) -> tuple[int, ...]:
