@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright.parallel.buckets as buckets
+import meshwright.parallel.reducing as reducing
 import meshwright.parallel.shard as shard
 from meshwright.comm.mesh import Mesh
 from meshwright.job.layout import Layout
@@ -244,7 +245,12 @@ def test_dp_and_zero_change_no_bit(ranks: Ranks, dtype: torch.dtype) -> None:
 def counted_calls() -> Iterator[list[tuple[str, int]]]:
     """Every collective that data parallelism starts: its name and the bytes of its larger side."""
     calls: list[tuple[str, int]] = []
-    places = [(module, name) for module in (buckets, shard) for name in ("reduce_scatter", "all_gather", "all_to_all")]
+    places = [
+        (module, name)
+        for module in (buckets, shard, reducing)
+        for name in ("reduce_scatter", "all_gather", "all_to_all")
+        if hasattr(module, name)
+    ]
     originals = {(module, name): getattr(module, name) for module, name in places}
 
     def watched(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -318,8 +318,8 @@ def test_job_files(tmp_path: Path, out: Path, refuse: Refuse, content: bytes | N
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "check: nothing to check; give --layout, --matrix layouts, --matrix reshard or --self-test"),
-        (["--matrix", "layuots"], "--matrix: 'layuots' is not a matrix; use layouts or reshard"),
+        ([], "check: nothing to check; give --layout, --matrix or --self-test"),
+        (["--matrix", "layuots"], "--matrix: 'layuots' is not a matrix; use layouts, sync or reshard"),
         (["--layout", "dp=2", "--dtype", "bfloat16"],
          "--dtype: 'bfloat16' has no bound to hold; use float64 or float32"),
         (["--layout", "tp=4"], "layout: tp=4 does not divide 2 key/value heads; use 1 or 2"),
@@ -339,7 +339,7 @@ def test_json_says_the_error_too(job: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         main(["check", str(job), "--json"])
     said = capsys.readouterr()
-    sentence = "check: nothing to check; give --layout, --matrix layouts, --matrix reshard or --self-test"
+    sentence = "check: nothing to check; give --layout, --matrix or --self-test"
     assert ended.value.code == 2
     assert json.loads(said.out) == {"error": sentence, "exit_code": 2}
     assert said.err == sentence + "\n"

@@ -20,12 +20,13 @@ from meshwright.job.layout import Layout
 from meshwright.prove.check import Found, check_layout, check_matrix, check_self_test
 from meshwright.prove.parity import Parity
 from meshwright.prove.reshard import Resharded, check_reshard
+from meshwright.prove.sync_matrix import check_sync
 
 
 def check(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
     layout: Annotated[str | None, typer.Option(help='One layout, the job as it is: "dp=2 tp=2 zero=1".')] = None,
-    matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts, or reshard.")] = None,
+    matrix: Annotated[str | None, typer.Option(help="A standard set at proof size: layouts, sync, or reshard.")] = None,
     self_test: Annotated[bool, typer.Option("--self-test", help="Plant errors; each must be found.")] = False,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Compare predicted, traced and measured ledgers instead of training.")
@@ -47,10 +48,10 @@ def check(
     gradients and parameters. With --ledger: compares what each rank stores, computes and sends by three
     independent sources. Exit code 0: all equal within the bounds; 1: not.
     """
-    if matrix not in (None, "layouts", "reshard"):
-        raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts or reshard")
+    if matrix not in (None, "layouts", "sync", "reshard"):
+        raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts, sync or reshard")
     if layout is None and matrix is None and not self_test:
-        raise InputError("check: nothing to check; give --layout, --matrix layouts, --matrix reshard or --self-test")
+        raise InputError("check: nothing to check; give --layout, --matrix or --self-test")
     if ledger:
         if self_test:
             raise InputError("check: --ledger and --self-test do not go together; give one of them")
@@ -98,6 +99,8 @@ def _run(
     proof_dtype = dtype or (job.precision.dtype if job.precision.dtype == "float64" else "float32")
     if matrix == "layouts":
         results += check_matrix(job, dtype=proof_dtype, max_ranks=max_ranks, steps=steps, report=show)
+    if matrix == "sync":
+        results += check_sync(job, dtype=proof_dtype, max_ranks=max_ranks, steps=steps, report=show)
     if matrix == "reshard":
         results += check_reshard(job, dtype=proof_dtype, max_ranks=max_ranks, report=show)
     if self_test:

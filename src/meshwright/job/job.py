@@ -34,6 +34,7 @@ from meshwright.job.sections import (
     TrainSection,
 )
 from meshwright.job.sentences import sentences
+from meshwright.job.sync_section import SyncSection
 from meshwright.job.toml_text import toml_document
 
 _PATHS = (
@@ -55,6 +56,7 @@ class Job(BaseModel):
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     layout: Layout = Field(default_factory=Layout)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
+    sync: SyncSection = Field(default_factory=SyncSection)
     memory: MemorySection = Field(default_factory=MemorySection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)

@@ -12,6 +12,7 @@ from meshwright.job.memory import memory_problem
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
 from meshwright.job.sentences import either
+from meshwright.job.validate_sync import sync_problems
 
 _FULL_BACKWARD = "gpipe, 1f1b, interleaved or looped-bfs"
 
@@ -35,6 +36,7 @@ def problems(job: Job, ranks: int | None, ranks_from: str, purpose: str) -> list
         found += _batch_problems(job)
     found += _sharding_problems(job)
     found += _mode_problems(job)
+    found += sync_problems(job)
     if purpose == "train":
         found += _training_problems(job)
     if not found and job.cluster.memory_per_rank_bytes is not None:

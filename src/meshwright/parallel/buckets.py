@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.collectives import Handle, all_gather, all_to_all, reduce_scatter
+from meshwright.comm.collectives import Handle, all_gather, all_to_all
+from meshwright.comm.copies import Copies
 from meshwright.parallel.flight import Sequence
 from meshwright.parallel.owned import Owned
 
@@ -48,46 +48,6 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what gradients are summed and masters kept: float32 for 16-bit training, otherwise the same."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
-
-
-@dataclass(frozen=True)
-class Copies:
-    """How the dp ranks divide a bucket: rank ``(copy, shard)`` of ``copies x shards``.
-
-    ``dp`` ranks are numbered ``copy * shards + shard``.
-    """
-
-    dp: dist.ProcessGroup
-    shard: dist.ProcessGroup | None
-    """The ranks that share one copy; None when every rank holds all of it."""
-    copy: dist.ProcessGroup | None
-    """The ranks that hold copies of one chunk; None when there is one copy."""
-
-    @property
-    def shards(self) -> int:
-        """Chunks of a bucket."""
-        return 1 if self.shard is None else self.shard.size()
-
-    @property
-    def copies(self) -> int:
-        """Ranks that update the same chunk."""
-        return 1 if self.copy is None else self.copy.size()
-
-    @property
-    def degree(self) -> int:
-        """All dp ranks."""
-        return self.shards * self.copies
-
-    def chunk(self, size: int) -> tuple[int, int]:
-        """(start, stop) of the elements this rank updates, of ``size``."""
-        index = 0 if self.shard is None else self.shard.rank()
-        return index * (size // self.shards), (index + 1) * (size // self.shards)
-
-    def piece(self, size: int) -> tuple[int, int]:
-        """(start, stop) of the elements this rank alone sums, a part of its chunk."""
-        start, _ = self.chunk(size)
-        start += (0 if self.copy is None else self.copy.rank()) * (size // self.degree)
-        return start, start + size // self.degree
 
 
 @dataclass(frozen=True)
@@ -135,6 +95,8 @@ class Bucket:
         for name, parameter in parameters:
             self.slots.append(Slot(name, parameter, filled, parameter.numel()))
             filled += parameter.numel()
+        self.name = self.slots[0].name
+        """The first parameter in it: what a reducer knows the bucket by."""
         self.size = -(-filled // copies.degree) * copies.degree
         self.chunk_start, self.chunk_stop = copies.chunk(self.size)
         self.piece_start, self.piece_stop = copies.piece(self.size)
@@ -197,16 +159,6 @@ class Bucket:
     def forget_sums(self) -> None:
         """Deterministic mode: the next exchange is the first of its step."""
         self._accumulated = False
-
-    def reduce(self) -> Sequence:
-        """Sum the gradient buffer over dp, so that this rank's chunk of it is right; yields what must end to go on."""
-        chunk = self.gradient[self.chunk_start : self.chunk_stop]
-        if self.copies.shard is not None:
-            yield pending(reduce_scatter(chunk, self.gradient, self.copies.shard, asynchronous=True))
-        if self.copies.copy is not None:
-            piece = self.gradient[self.piece_start : self.piece_stop]
-            yield pending(reduce_scatter(piece, chunk, self.copies.copy, asynchronous=True))
-            yield pending(all_gather(chunk, piece, self.copies.copy, asynchronous=True))
 
     def exchange(self) -> Sequence:
         """Deterministic mode, after each micro-step: add my piece of every dp rank's gradients to my accumulator."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from meshwright.comm.copies import Copies
 from meshwright.comm.mesh import Mesh
 from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES, Layout
-from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES, Copies
+from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES
 from meshwright.parallel.owned import DataParallel
+from meshwright.parallel.reducing import Reducer
 from meshwright.parallel.replicate import BucketedDataParallel
 from meshwright.parallel.shard import ShardedDataParallel
 
@@ -24,6 +26,7 @@ def make_data_parallel(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deterministic: bool = False,
     tied_apart: bool = False,
+    reducer: Reducer | None = None,
 ) -> DataParallel:
     """Spread this rank's modules over the dp ranks.
 
@@ -37,6 +40,7 @@ def make_data_parallel(
         deterministic: sum the micro-batches in the order of the global batch, so that dp changes no bit.
         tied_apart: the first and the last stage each hold a copy of a tied embedding; the last stage's
             is not counted.
+        reducer: how gradients are summed over the dp ranks; absent: plainly.
     """
     sharded = layout.zero > 0 and layout.shard_degree > 1
     degree = layout.shard_degree if sharded else 1
@@ -63,6 +67,7 @@ def make_data_parallel(
             keep_last_block=layout.pp == 1,
             split_backward=layout.pp > 1 and layout.schedule in SPLIT_BACKWARD_SCHEDULES,
             deterministic=deterministic,
+            reducer=reducer,
             uncounted=frozenset(uncounted),
             tp_replicated=frozenset(whole),
         )
@@ -72,6 +77,7 @@ def make_data_parallel(
         dtype,
         bucket_bytes=bucket_bytes,
         deterministic=deterministic,
+        reducer=reducer,
         alone=frozenset(alone),
         uncounted=frozenset(uncounted),
         tp_replicated=frozenset(whole),

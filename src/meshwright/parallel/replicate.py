@@ -18,10 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.copies import Copies, Span
 from meshwright.comm.phase import phase
-from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES, Bucket, Copies, accumulation_dtype, pack
+from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES, Bucket, accumulation_dtype, pack
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.owned import BackwardPart, Owned
+from meshwright.parallel.reducing import DirectReducer, Reducer
 
 
 class _Stage:
@@ -45,6 +47,7 @@ class BucketedDataParallel:
         dtype: of forward and backward.
         bucket_bytes: gradient bytes of a bucket.
         deterministic: sum micro-batches in the order of the global batch.
+        reducer: how a bucket is summed; absent: plainly. Deterministic mode has its own way.
         alone: parameters (with stage prefix) that get a bucket of their own, so that two stages shard
             their copies of it alike.
         uncounted: parameters (with stage prefix) that this rank does not speak for.
@@ -59,12 +62,14 @@ class BucketedDataParallel:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deterministic: bool = False,
+        reducer: Reducer | None = None,
         alone: frozenset[str] = frozenset(),
         uncounted: frozenset[str] = frozenset(),
         tp_replicated: frozenset[str] = frozenset(),
     ) -> None:
         self._every_step = deterministic and copies.degree > 1
         """Exchange after every micro-step instead of only the last."""
+        self.reducer: Reducer = DirectReducer() if reducer is None else reducer
         self._stages: dict[int, _Stage] = {}
         self._ending: set[int] = set()
         limit = bucket_bytes // accumulation_dtype(dtype).itemsize
@@ -73,6 +78,9 @@ class BucketedDataParallel:
             groups = pack(reversed(named), limit, alone)
             stage = _Stage([Bucket(group, copies, dtype, every_step=self._every_step) for group in groups])
             self._stages[number] = stage
+            for bucket in stage.buckets:
+                spans = [Span(slot.name, slot.start, tuple(slot.parameter.shape)) for slot in bucket.slots]
+                self.reducer.prepare(bucket.name, bucket.size, spans, copies)
             self._watch(number, stage)
         self.buckets = [bucket for stage in self._stages.values() for bucket in stage.buckets]
         self._flight = Flight(self.buckets[0].working.device if self.buckets else torch.device("cpu"))
@@ -162,7 +170,10 @@ class BucketedDataParallel:
         stage.started += 1
         with phase("reduce"):
             bucket.fill_up()
-            self._flight.start(bucket, bucket.exchange() if self._every_step else bucket.reduce())
+            if self._every_step:
+                self._flight.start(bucket, bucket.exchange())
+            else:
+                self._flight.start(bucket, self.reducer.reduce(bucket.name, bucket.gradient, bucket.copies))
         if self._every_step:
             bucket.forget()
             if stage.started == len(stage.buckets):

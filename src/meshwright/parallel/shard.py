@@ -49,12 +49,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from meshwright.comm.collectives import Handle, all_gather, all_to_all, reduce_scatter
+from meshwright.comm.collectives import Handle, all_gather, all_to_all
+from meshwright.comm.copies import Copies, Span
 from meshwright.comm.phase import phase
-from meshwright.parallel.buckets import Copies, accumulation_dtype, add_chain, pending
+from meshwright.parallel.buckets import accumulation_dtype, add_chain, pending
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.flight import Sequence as Operations
 from meshwright.parallel.owned import BackwardPart, Owned
+from meshwright.parallel.reducing import DirectReducer, Reducer
 
 
 class _Gather(AllGather):
@@ -93,23 +95,30 @@ class _Reduction(ReduceScatter):
     """
 
     def __init__(
-        self, group: Any, number: int, module: nn.Module, copies: Copies, flight: Flight, *, every_step: bool
-    ) -> None:
-        self.copies, self._flight, self._every_step = copies, flight, every_step
+        self, group: Any, number: int, module: nn.Module, copies: Copies, flight: Flight, reducer: Reducer, *,
+        every_step: bool,
+    ) -> None:  # fmt: skip
+        self.copies, self._flight, self._every_step, self._reducer = copies, flight, every_step, reducer
         self.group = group
         """The FSDPParamGroup."""
         assert copies.shard is not None
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.parts: list[_Part] = []
         row = 0
+        rows: list[tuple[str, int, tuple[int, ...]]] = []
         for parameter in group.fsdp_params:
             local = parameter.sharded_param.detach().to_local().view(-1)
             padded = parameter.padded_sharded_param_size.numel()
             start = min(copies.shard.rank() * padded, parameter._orig_size.numel())
             name = f"stage{number}:{names[id(parameter.sharded_param)]}"
             self.parts.append(_Part(name, parameter.sharded_param, start, row, local))
+            rows.append((name, row, tuple(parameter.padded_sharded_param_size)))
             row += padded
         self._row = row
+        self.name = self.parts[0].name
+        """The first parameter in it: what the reducer knows the group by."""
+        spans = [Span(name, shard * row + at, shape) for shard in range(copies.shards) for name, at, shape in rows]
+        reducer.prepare(self.name, copies.shards * row, spans, copies)
         like = self.parts[0].master
         piece = -(-row // copies.copies)
         self._whole = like.new_zeros(copies.copies * piece)
@@ -142,7 +151,7 @@ class _Reduction(ReduceScatter):
             yield from self._add_chain(contributions, row, fresh)
             return
         arrived = row if fresh else torch.empty_like(row)
-        yield pending(reduce_scatter(arrived, contributions, self.copies.shard, asynchronous=True))
+        yield from self._reducer.scatter(self.name, arrived, contributions, self.copies)
         if not fresh:
             row.add_(arrived)
 
@@ -182,11 +191,11 @@ class _Reduction(ReduceScatter):
             self.fresh = False
         if self.copies.copy is None:
             return
-        piece = self._whole.view(self.copies.copies, -1)[self.copies.copy.rank()]
         if self._piece is None:
-            yield pending(reduce_scatter(piece, self._whole, self.copies.copy, asynchronous=True))
-        else:
-            piece.copy_(self._piece)
+            yield from self._reducer.across(self.name, self._whole, self.copies)
+            return
+        piece = self._whole.view(self.copies.copies, -1)[self.copies.copy.rank()]
+        piece.copy_(self._piece)
         yield pending(all_gather(self._whole, piece, self.copies.copy, asynchronous=True))
 
     def gradient_buffers(self) -> list[Tensor]:
@@ -226,6 +235,7 @@ class ShardedDataParallel:
         split_backward: input and weight gradients are computed apart: parameters stay gathered until the
             end of the step (as in ZeRO-2), and gradients are reduced in ``collect``.
         deterministic: sum micro-batches in the order of the global batch.
+        reducer: how a group is summed; absent: plainly. Deterministic mode has its own way.
         uncounted: parameters (with stage prefix) that this rank does not speak for.
         tp_replicated: parameters (with stage prefix) that are whole on every tp rank.
     """
@@ -241,11 +251,13 @@ class ShardedDataParallel:
         keep_last_block: bool = False,
         split_backward: bool = False,
         deterministic: bool = False,
+        reducer: Reducer | None = None,
         uncounted: frozenset[str] = frozenset(),
         tp_replicated: frozenset[str] = frozenset(),
     ) -> None:
         devices = {parameter.device for module in stages.values() for parameter in module.parameters()}
         self._flight = Flight(next(iter(devices), torch.device("cpu")), own_stream=False)
+        self.reducer: Reducer = DirectReducer() if reducer is None else reducer
         self._free_early = free_after_forward and not split_backward
         self._keep_last, self._split = keep_last_block, split_backward
         self._collected: set[int] = set()
@@ -287,7 +299,9 @@ class ShardedDataParallel:
 
     def _take_over(self, group: Any, number: int, module: nn.Module, copies: Copies, deterministic: bool) -> _Reduction:
         """Put our collectives into one FSDP2 parameter group; plain sums, no averages."""
-        reduction = _Reduction(group, number, module, copies, self._flight, every_step=deterministic)
+        reduction = _Reduction(
+            group, number, module, copies, self._flight, self.reducer, every_step=deterministic
+        )
         group.gradient_divide_factor = 1.0
         group.force_sum_reduction_for_comms = True
         group._reduce_scatter_comm = reduction

@@ -21,6 +21,7 @@ from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.tensor import TensorPartition, reduce_replicated_gradients
 from meshwright.parallel.tied import combine_tied_gradients
 from meshwright.train.initial_weights import load_weights
+from meshwright.train.synchronise import make_reducer
 
 COMPUTE_DTYPES = {
     "float64": torch.float64,
@@ -92,6 +93,7 @@ def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False)
         bucket_bytes=job.memory.bucket_bytes,
         deterministic=job.train.deterministic,
         tied_apart=job.model_spec.tied and layout.stage_count > 1,
+        reducer=make_reducer(job, mesh),
     )
     after: list[Callable[[list[Owned]], None]] = []
     if layout.tp > 1:

@@ -1,0 +1,26 @@
+"""The [sync] section of a job file: how the data parallel ranks agree."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from meshwright.job.sections import Section
+
+Algorithm = Literal[
+    "auto", "direct", "backend", "ring", "tree", "halving-doubling", "hierarchical", "leaders", "ordered"
+]
+TWO_LEVEL_ALGORITHMS: frozenset[str] = frozenset({"hierarchical", "leaders"})
+"""Algorithms that treat ranks of one node apart from the others, so they must know the nodes."""
+
+
+class SyncSection(Section):
+    """[sync]: how the data parallel ranks agree."""
+
+    strategy: Literal["all-reduce"] = "all-reduce"
+    """``all-reduce``: gradients are summed over all ranks in every step."""
+    algorithm: Algorithm = "auto"
+    """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
+    node_size: PositiveInt | None = None
+    """``hierarchical``, ``leaders``: consecutive ranks that share a node."""

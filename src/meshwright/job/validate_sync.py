@@ -1,0 +1,40 @@
+"""The rules of [sync] with the rest of a job, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.job.job import Job
+from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS
+
+
+def sync_problems(job: Job) -> Iterator[str]:
+    """Everything in [sync] that does not fit the rest of a job whose layout is filled."""
+    yield from _algorithm_problems(job)
+
+
+def _algorithm_problems(job: Job) -> Iterator[str]:
+    sync, ranks = job.sync, job.layout.ranks
+    if sync.algorithm in TWO_LEVEL_ALGORITHMS:
+        if sync.node_size is None:
+            yield (
+                f"sync.node_size is missing, but sync.algorithm={sync.algorithm} must know which ranks share a node; "
+                f"give the ranks of a node, 1 to {ranks}"
+            )
+        elif sync.node_size > ranks:
+            yield f"sync.node_size: {sync.node_size} is above the {ranks} ranks of the layout; use 1 to {ranks}"
+    elif sync.node_size is not None:
+        yield (
+            f"sync.node_size: {sync.node_size} is not used by sync.algorithm={sync.algorithm}; leave it out, or use "
+            f"algorithm={' or '.join(sorted(TWO_LEVEL_ALGORITHMS))}"
+        )
+    if job.train.deterministic and sync.algorithm != "auto":
+        yield (
+            f"sync.algorithm: {sync.algorithm} would replace the one order of sums that train.deterministic=true keeps "
+            "for every dp; use algorithm=auto, or deterministic=false"
+        )
+    if job.cluster.device == "cuda" and sync.algorithm not in ("auto", "direct", "backend"):
+        yield (
+            f"sync.algorithm: {sync.algorithm} sends from host memory, but cluster.device=cuda; use auto, direct or "
+            "backend, or device=cpu"
+        )

@@ -1,0 +1,1 @@
+"""How updates are combined across replicas: one way a file; ``train.synchronise`` puts them into a trainer."""
