@@ -11,6 +11,7 @@ import typer
 from meshwright import __version__
 from meshwright.cli import calibrate as calibrate_verb
 from meshwright.cli import check as check_verb
+from meshwright.cli import fault as fault_verb
 from meshwright.cli import plan as plan_verb
 from meshwright.cli import report as report_verb
 from meshwright.cli import train as train_verb
@@ -32,6 +33,7 @@ app.command("train")(train_verb.train)
 app.command("check")(check_verb.check)
 app.command("calibrate")(calibrate_verb.calibrate)
 app.command("report")(report_verb.report)
+app.command("fault")(fault_verb.fault)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from meshwright.errors import InputError
+from meshwright.job.fault_section import FaultSection
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import LAYOUT_KEYS, is_auto, parse_layout_values
 from meshwright.job.model_spec import ModelSpec
@@ -60,6 +61,7 @@ class Job(BaseModel):
     memory: MemorySection = Field(default_factory=MemorySection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)
+    fault: FaultSection = Field(default_factory=FaultSection)
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _auto: bool = PrivateAttr(default=False)

@@ -55,6 +55,10 @@ class TrainingLoop:
         self._open_records(resume)
         self._best_rates: list[float] = []
         self._last_validation: float | None = None
+        if job.fault.inject or job.fault.listen:
+            from meshwright.train.faults.arm import arm
+
+            arm(self)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; the summary, which is also ``summary.json`` (whole on the first rank).

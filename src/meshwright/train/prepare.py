@@ -16,6 +16,7 @@ from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
 from meshwright.errors import CheckpointError, InputError
 from meshwright.files import replace_text
+from meshwright.job.fault_section import check_faults
 from meshwright.job.job import Job, load_job
 from meshwright.job.memory import check_memory
 from meshwright.train.saving import FOLDER
@@ -39,6 +40,7 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
     if resume:
         _check_resumable(job, run_dir, from_step)
     else:
+        check_faults(job)
         _check_fresh(run_dir)
     if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
         _check_devices(job)
