@@ -15,6 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import InputError
 from meshwright.job.job import Job, job_from_values
 from meshwright.ledger.compare import Tolerances, compare
+from meshwright.plan.predict import predict
 from meshwright.prove.ledgers import measure
 from meshwright.prove.no_values import NoValues
 from meshwright.prove.pool import RankPool
@@ -71,6 +72,16 @@ def test_steps_are_alike(layout: str) -> None:
             steps.append(instruments.entry())
     assert steps[1] == steps[2] == trace(job, [1]).ranks[0]
     assert (steps[0].sends, steps[0].computes) == (steps[1].sends, steps[1].computes)
+
+
+def test_the_program_for_cuda_is_the_one_predicted() -> None:
+    """Its loss works on more logits at a time, so that both must know of it."""
+    sections = BFLOAT16 | {"cluster": {"device": "cuda"}, "model": {"vocabulary": 5000}}
+    job = small_job("dp=1 micro_batch=4", **sections)
+    traced, predicted = trace(job, [0]).ranks[0], predict(job).ranks[0]
+    assert predicted.stores == traced.stores
+    on_cpu = small_job("dp=1 micro_batch=4", **BFLOAT16 | {"model": {"vocabulary": 5000}})
+    assert traced.stores.temporary > trace(on_cpu, [0]).ranks[0].stores.temporary
 
 
 def test_it_leaves_nothing_behind() -> None:

@@ -169,6 +169,16 @@ def test_wrong_options_are_refused(tmp_path: Path, out: str, ranks: int | None, 
 
 
 @pytest.mark.parametrize(
+    ("ranks", "devices", "words"),
+    [(None, 8, "8 CUDA devices.*torchrun --standalone --nproc-per-node 8"), (2, 1, "--ranks: 2 do not share")],
+)
+def test_cuda_devices_want_a_rank_each(tmp_path: Path, ranks: int | None, devices: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        _check(tmp_path / "cluster.json", ranks, 1.0, devices)
+    _check(tmp_path / "cluster.json", None, 1.0, 1)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"links": {"intra": {"kind": "loopback", "bandwidth": 0, "latency": 1e-5}}}, "bandwidth"),

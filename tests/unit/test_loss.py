@@ -44,6 +44,20 @@ def test_value_and_gradients(dtype: torch.dtype, bound: float, vocabulary: int) 
     assert (x.grad[::7] == 0).all()
 
 
+def test_the_chunk_changes_no_bit() -> None:
+    """What is worked on at a time depends on the device, and must not show."""
+    found = []
+    for elements in (1, 5 * VOCABULARY, 1 << 25):
+        x, weight, labels = problem(torch.bfloat16)
+        partition = Partition()
+        partition.loss_chunk = elements
+        loss = partition.loss(x, weight, labels, 123.0)
+        loss.backward()
+        found.append((loss.detach(), x.grad, weight.grad))
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+
+
 def test_divisor_may_be_a_tensor_and_the_gradient_scales() -> None:
     x, weight, labels = problem()
     (Partition().loss(x, weight, labels, torch.tensor(123.0, dtype=torch.float64)) * 1024.0).backward()

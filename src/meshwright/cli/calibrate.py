@@ -36,19 +36,22 @@ def calibrate(
     """Measure matrix products, memory, collectives and shared cores, as the program uses them.
 
     On one machine it starts its own ranks. Under torchrun, srun or a Kubernetes Job all ranks run it together, over
-    as many hosts as they are on; the first one writes the file.
+    as many hosts as they are on; the first one writes the file. A CUDA device is measured by the rank that has it.
     """
-    _check(out, ranks, effort)
+    place = detect_environment()
+    devices = torch.cuda.device_count() if place is None else 0
+    _check(out, ranks, effort, devices)
     console = Console(file=sys.stderr, quiet=as_json, highlight=False)
     began = time.perf_counter()
 
     def say(text: str) -> None:
         console.print(f"{time.perf_counter() - began:5.1f} s  {text}", soft_wrap=True)
 
-    place = detect_environment()
     torch.set_num_threads(1)
-    if place is None:
-        cluster: ClusterSpec | None = measure(ranks or default_ranks(), say, effort=effort)
+    if devices:
+        cluster: ClusterSpec | None = _on_one_device(say, effort)
+    elif place is None:
+        cluster = measure(ranks or default_ranks(), say, effort=effort)
     else:
         if ranks is not None:
             raise InputError(f"--ranks: {place.source} has started {place.world_size} ranks already; leave it out")
@@ -78,18 +81,36 @@ def _among_ranks(place: RankPlace, say: Callable[[str], None], effort: float) ->
         dist.destroy_process_group()
 
 
+def _on_one_device(say: Callable[[str], None], effort: float) -> ClusterSpec | None:
+    """As the only rank of this machine's only CUDA device."""
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        place = RankPlace(0, 1, 0, 1, "127.0.0.1", 0, "meshwright")
+        return calibrate_as_rank(place, say, effort=effort, cuda=True)
+    finally:
+        dist.destroy_process_group()
+
+
 def default_ranks() -> int:
     """Twice the cores, so that it is known what sharing costs; at least 2, at most 8."""
     return max(2, min(8, 2 * len(os.sched_getaffinity(0))))
 
 
-def _check(out: Path, ranks: int | None, effort: float) -> None:
+def _check(out: Path, ranks: int | None, effort: float, devices: int = 0) -> None:
+    """Refuse what cannot be; ``devices``: CUDA devices of this machine, where nobody has started ranks for them."""
     if out.suffix != ".json":
         raise InputError(f"--out: {out} must end in .json; a cluster file is written as JSON")
     if not out.parent.is_dir():
         raise InputError(f"--out: the directory {out.parent} is not there; make it first")
     if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
         raise InputError(f"--ranks: {ranks} cannot be measured on one machine; use 1 to {_MOST_RANKS}")
+    if devices > 1:
+        raise InputError(
+            f"calibrate: this machine has {devices} CUDA devices, and each needs a rank; start them with "
+            f"`torchrun --standalone --nproc-per-node {devices} -m meshwright.cli.main calibrate`"
+        )
+    if devices and ranks not in (None, 1):
+        raise InputError(f"--ranks: {ranks} do not share this machine's one CUDA device; leave it out")
     if not 0 < effort <= 10:
         raise InputError(f"--effort: {effort:g} is no scale; use a number above 0, at most 10")
 

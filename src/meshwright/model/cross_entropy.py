@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.model.micro_batch import IGNORE
 
-_CHUNK_ELEMENTS = 1 << 18
-"""Elements worked on at a time: 1 MiB of float32, so that the passes of a chunk meet in the cache."""
+CHUNK_ELEMENTS = 1 << 18
+"""Elements worked on at a time on a CPU: 1 MiB of float32, so that the passes of a chunk meet in the cache."""
+DEVICE_CHUNK_ELEMENTS = 1 << 25
+"""On a CUDA device: 128 MiB of float32, enough to fill it, little beside the logits of a large vocabulary."""
 
 
 def cross_entropy_sum(
@@ -26,6 +28,7 @@ def cross_entropy_sum(
     divisor: float | Tensor,
     *,
     vocabulary: int | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
     first_row: int = 0,
     reduce_max: Callable[[Tensor], Tensor] | None = None,
     reduce_sum: Callable[[Tensor], Tensor] | None = None,
@@ -37,6 +40,7 @@ def cross_entropy_sum(
         labels: ``[tokens]`` token ids or ``IGNORE``.
         divisor: the number of counted labels in the global batch.
         vocabulary: tokens in the vocabulary; None when no column is padding.
+        chunk_elements: logits worked on at a time; 16-bit ones have a float32 copy meanwhile.
         first_row: vocabulary number of column 0.
         reduce_max: maximum over the ranks that hold the other columns; None for one rank.
         reduce_sum: the sum over the same ranks.
@@ -46,7 +50,7 @@ def cross_entropy_sum(
     """
     columns = logits.shape[1] if vocabulary is None else max(0, min(logits.shape[1], vocabulary - first_row))
     result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels, divisor, columns, first_row, reduce_max, reduce_sum
+        logits, labels, divisor, columns, chunk_elements, first_row, reduce_max, reduce_sum
     )
     return result
 
@@ -59,6 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         divisor: float | Tensor,
         columns: int,
+        chunk_elements: int,
         first_row: int,
         reduce_max: Callable[[Tensor], Tensor] | None,
         reduce_sum: Callable[[Tensor], Tensor] | None,
@@ -69,14 +74,14 @@ class _CrossEntropy(torch.autograd.Function):
         target = torch.where(mine, target, 0)
         work = logits.dtype if logits.dtype == torch.float64 else torch.float32
         target_logit = logits.gather(1, target[:, None]).squeeze(1).to(work)
-        mine_largest, mine_sum = _softmax_(logits, columns, work)
+        mine_largest, mine_sum = _softmax_(logits, columns, work, chunk_elements)
         largest = mine_largest if reduce_max is None else reduce_max(mine_largest.clone())
         mine_sum *= (mine_largest - largest).exp_()
         sums = torch.stack((mine_sum, torch.where(mine, target_logit - largest, 0.0)))
         if reduce_sum is not None:
             sums = reduce_sum(sums)
         ctx.save_for_backward(logits, target, mine, counted, sums, mine_sum)
-        ctx.divisor = divisor
+        ctx.divisor, ctx.chunk_elements = divisor, chunk_elements
         ctx.spent = False
         return torch.where(counted, sums[0].log() - sums[1], 0.0).sum() / divisor
 
@@ -89,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
         total, target_logit = sums.unbind()
         per_token = torch.where(counted, gradients[0] / ctx.divisor, 0.0).to(total.dtype)
         scale = (per_token * (mine_sum / total))[:, None]
-        for rows in _chunks(buffer):
+        for rows in _chunks(buffer, ctx.chunk_elements):
             if buffer.dtype == scale.dtype:
                 buffer[rows].mul_(scale[rows])
             else:
@@ -98,10 +103,10 @@ class _CrossEntropy(torch.autograd.Function):
         at_target = ((target_logit.exp() / total - 1.0) * per_token).to(buffer.dtype)
         place = (torch.arange(buffer.shape[0], device=buffer.device), target)
         buffer[place] = torch.where(mine, at_target, buffer[place])
-        return buffer, None, None, None, None, None, None
+        return buffer, None, None, None, None, None, None, None
 
 
-def _softmax_(logits: Tensor, columns: int, work: torch.dtype) -> tuple[Tensor, Tensor]:
+def _softmax_(logits: Tensor, columns: int, work: torch.dtype, chunk_elements: int) -> tuple[Tensor, Tensor]:
     """Softmax over the first ``columns`` in place, zero in the others; the row maxima and sums of exponentials."""
     tokens = logits.shape[0]
     if columns == 0:
@@ -112,7 +117,7 @@ def _softmax_(logits: Tensor, columns: int, work: torch.dtype) -> tuple[Tensor, 
         logits[:, columns:] = float("-inf")
     largest = torch.empty(tokens, dtype=work, device=logits.device)
     sums = torch.empty_like(largest)
-    for rows in _chunks(logits):
+    for rows in _chunks(logits, chunk_elements):
         chunk = logits[rows] if logits.dtype == work else logits[rows].to(work)
         torch.amax(chunk, 1, out=largest[rows])
         torch.softmax(chunk, 1, out=chunk)
@@ -123,9 +128,9 @@ def _softmax_(logits: Tensor, columns: int, work: torch.dtype) -> tuple[Tensor, 
     return largest, sums
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _chunks(logits: Tensor, elements: int) -> Iterator[slice]:
     tokens, columns = logits.shape
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns)) if logits.device.type == "cpu" else max(1, tokens)
+    step = max(1, elements // max(1, columns))
     # Of a fake tensor two chunks suffice: further ones would only repeat the same operations.
     for start in range(0, min(tokens, 2 * step) if isinstance(logits, FakeTensor) else tokens, step):
         yield slice(start, start + step)

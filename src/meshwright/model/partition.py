@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.cross_entropy import cross_entropy_sum
+from meshwright.model.cross_entropy import CHUNK_ELEMENTS, cross_entropy_sum
 
 
 class Partition:
@@ -20,6 +20,8 @@ class Partition:
     index: int = 0
     vocabulary: int | None = None
     """The model's vocabulary, set by ``StageModel``: logits beyond it are padding."""
+    loss_chunk: int = CHUNK_ELEMENTS
+    """Logits that the loss works on at a time."""
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``[tokens/t, in] -> [tokens, out/t]``: ``weight`` holds this rank's output rows."""
@@ -39,7 +41,9 @@ class Partition:
         ``x`` is ``[tokens/t, hidden]``, ``labels`` ``[tokens]``; softmax and sum are in float32
         (float64 for float64 input).
         """
-        return cross_entropy_sum(F.linear(x, weight), labels, divisor, vocabulary=self.vocabulary)
+        return cross_entropy_sum(
+            F.linear(x, weight), labels, divisor, vocabulary=self.vocabulary, chunk_elements=self.loss_chunk
+        )
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``[tokens/t, hidden] -> [tokens, vocabulary]`` whole, at least float32, for evaluation and sampling."""

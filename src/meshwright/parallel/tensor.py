@@ -77,6 +77,7 @@ class TensorPartition(Partition):
             labels,
             divisor,
             vocabulary=self.vocabulary,
+            chunk_elements=self.loss_chunk,
             first_row=self.index * weight.shape[0],
             reduce_max=lambda value: self._reduced(value, "max"),
             reduce_sum=lambda value: self._reduced(value, "sum"),

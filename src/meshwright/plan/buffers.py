@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.job.job import Job
 from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
-from meshwright.plan.extents import Extents
+from meshwright.plan.extents import DEVICE_LOSS_CHUNK, LOSS_CHUNK, Extents
 from meshwright.plan.place import Place, StagePlace
 from meshwright.plan.receives import receives
 from meshwright.plan.reductions import BucketFlight, Flight, GroupFlight, gather_staging, scatter_staging
@@ -67,8 +67,9 @@ class _Step:
         place, job = self.place, self.job
         here = {each.number for each in place.stages}
         x = Extents(
-            place.spec, place.rows, place.sequence, place.tp, place.parameter_bytes, masked=job.data.document_mask
-        )
+            place.spec, place.rows, place.sequence, place.tp, place.parameter_bytes, masked=job.data.document_mask,
+            loss_chunk=DEVICE_LOSS_CHUNK if job.cluster.device == "cuda" else LOSS_CHUNK,
+        )  # fmt: skip
         block, rest = self._groups(stage)
         return StageWalk(
             x, stage, self.tape,

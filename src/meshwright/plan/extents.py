@@ -9,6 +9,10 @@ from meshwright.job.model_spec import ModelSpec
 
 Number = Any
 """An integer, or an array of them."""
+LOSS_CHUNK = 1 << 18
+"""Elements of the logits that the loss works on at a time on a CPU."""
+DEVICE_LOSS_CHUNK = 1 << 25
+"""The same on a CUDA device."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Extents:
     """Bytes of an element in forward and backward."""
     masked: bool = False
     """Documents are masked, so that every sequence has a mask of its own."""
+    loss_chunk: int = LOSS_CHUNK
+    """Logits that the loss works on at a time (a number)."""
 
     @property
     def tokens(self) -> Number:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.job.layout import Recompute
-from meshwright.plan.walk import LOSS_CHUNK, Walk
+from meshwright.plan.walk import Walk
 
 
 class LayerWalk(Walk):
@@ -251,7 +251,7 @@ class LayerWalk(Walk):
 
     def _loss_chunk(self) -> int:
         x = self.x
-        rows = min(x.tokens, max(1, LOSS_CHUNK // max(1, x.columns)))
+        rows = min(x.tokens, max(1, x.loss_chunk // max(1, x.columns)))
         return rows * x.columns * x.wide if x.narrow else 0
 
     @property

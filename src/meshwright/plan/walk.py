@@ -23,8 +23,6 @@ class BucketFlight(Protocol):
 
 SMALL_EXCHANGE = 256 * 1024
 """Up to this many bytes an exchange is one all-to-all with staging."""
-LOSS_CHUNK = 1 << 18
-"""Elements of the logits that the loss works on at a time."""
 _MASK_CHUNK = 1 << 17
 """Elements of a dropout mask that are drawn at a time."""
 _SUM_BLOCK = 1 << 16

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.model.cross_entropy import DEVICE_CHUNK_ELEMENTS
 from meshwright.model.initialise import initialise
 from meshwright.model.partition import Partition
 from meshwright.model.transformer import StageModel
@@ -45,6 +46,8 @@ def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool =
     """This rank's stage modules with initialised parameters in the master dtype."""
     layout, spec = job.layout, job.model_spec
     partition = TensorPartition(mesh) if layout.tp > 1 else Partition()
+    if device.type == "cuda" or job.cluster.device == "cuda":  # a trace for CUDA runs on fake CPU tensors
+        partition.loss_chunk = DEVICE_CHUNK_ELEMENTS
     dtype = COMPUTE_DTYPES[job.precision.dtype]
     master_dtype = torch.float64 if dtype is torch.float64 else torch.float32
     layers = layout.stage_layers(spec.layers)
