@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore
 
 from meshwright.errors import InputError
 from meshwright.files import replace_text
@@ -83,9 +84,12 @@ def _among_ranks(place: RankPlace, say: Callable[[str], None], effort: float) ->
 
 def _on_one_device(say: Callable[[str], None], effort: float) -> ClusterSpec | None:
     """As the only rank of this machine's only CUDA device."""
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
     try:
-        place = RankPlace(0, 1, 0, 1, "127.0.0.1", 0, "meshwright")
+        place = RankPlace(
+            rank=0, world_size=1, local_rank=0, local_world_size=1,
+            master_address="127.0.0.1", master_port=0, source="meshwright",
+        )  # fmt: skip
         return calibrate_as_rank(place, say, effort=effort, cuda=True)
     finally:
         dist.destroy_process_group()
