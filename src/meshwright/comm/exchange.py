@@ -25,7 +25,7 @@ On idle cores sends are quicker from 64 KiB on, by a tenth of a millisecond. On 
 busy main thread its turn, 2 to 4 ms; an all-to-all is posted by the transport's own thread, which gets one at once.
 """
 
-_TAG = 7
+TAG = 7
 """Apart from the point-to-point messages of pipelines, which use 0."""
 _BLOCK = 1 << 16
 """Elements added at a time: the running sum stays in the cache while the parts stream through."""
@@ -66,11 +66,11 @@ def post(group: dist.ProcessGroup, sends: Sequence[Tensor], receives: Sequence[T
     for distance in range(1, degree):
         peer = (rank - distance) % degree
         if receives[peer].numel():
-            works.append(group.recv([receives[peer]], peer, _TAG))
+            works.append(group.recv([receives[peer]], peer, TAG))
     for distance in range(1, degree):
         peer = (rank + distance) % degree
         if sends[peer].numel():
-            works.append(group.send([sends[peer]], peer, _TAG))
+            works.append(group.send([sends[peer]], peer, TAG))
     return works
 
 

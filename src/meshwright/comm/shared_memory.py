@@ -24,7 +24,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -88,6 +88,10 @@ class Channel:
 
     def send(self, messages: Sequence[Tensor]) -> int:
         """Start an operation: ``messages[r]`` (flat, contiguous) is for rank r, the own one is left out; its number."""
+        return self.send_to({peer: message for peer, message in enumerate(messages) if peer != self.rank})
+
+    def send_to(self, messages: Mapping[int, Tensor]) -> int:
+        """The same for some of the ranks; the others must not read any."""
         number = self._next
         self._next += 1
         self._reclaim()
@@ -96,9 +100,7 @@ class Channel:
         head = self._mine.heads[number % _HEADS]
         written: dict[tuple[int, int], int] = {}
         self._under_way.append((number, []))
-        for peer, message in enumerate(messages):
-            if peer == self.rank:
-                continue
+        for peer, message in messages.items():
             nbytes = message.numel() * message.element_size()
             key = (message.data_ptr(), nbytes)
             if key not in written:
@@ -132,13 +134,14 @@ class Channel:
         while self._under_way and self._under_way[0][0] < done:
             self._under_way.popleft()
 
-    def wait(self, number: int) -> None:
-        """Return once every peer's messages of operation ``number`` are there.
+    def wait(self, number: int, peers: Iterable[int] | None = None) -> None:
+        """Return once the messages of operation ``number`` are there: of these ``peers``, or of every one.
 
         Raises:
             PeerLost: a peer ended, or the time-out passed.
         """
-        for rank, arena in enumerate(self._arenas):
+        for rank in range(self.size) if peers is None else peers:
+            arena = self._arenas[rank]
             if rank != self.rank and arena.control[_PUBLISHED] <= number:
                 self._wait_for(rank, arena, number)
 
@@ -214,6 +217,11 @@ class Arrival:
                 message = channel.message(self._number, peer, torch.uint8)
                 _bytes_of(place)[:] = message.numpy()
         channel.release(self._number)
+
+
+def copy_bytes(place: Tensor, message: Tensor) -> None:
+    """Copy a message's bytes into flat contiguous ``place``."""
+    _bytes_of(place)[:] = message.numpy()
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[Any]:

@@ -24,3 +24,6 @@ class SyncSection(Section):
     """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
     node_size: PositiveInt | None = None
     """``hierarchical``, ``leaders``: consecutive ranks that share a node."""
+    chunk_bytes: PositiveInt = 4 * 2**20
+    """Longer all-reduces go in chunks of so many bytes, whose messages and additions overlap; ``auto``, ``direct`` and
+    ``backend`` see to that themselves."""

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
 from meshwright.parallel.reducing import DirectReducer, Reducer
+from meshwright.sync.all_reduce import Algorithm, make_algorithm
+from meshwright.sync.reducer import AlgorithmReducer
 
 
 def make_reducer(job: Job, mesh: Mesh) -> Reducer:
     """How gradients are summed over the dp ranks."""
-    return DirectReducer()
+    sync = job.sync
+    if sync.algorithm in ("auto", "direct"):
+        return DirectReducer()
+
+    def algorithm_of(group: dist.ProcessGroup) -> Algorithm:
+        nodes = None
+        if sync.node_size is not None:
+            nodes = [rank // sync.node_size for rank in mesh.ranks(mesh.axis_of(group))]
+        return make_algorithm(sync.algorithm, nodes, sync.chunk_bytes)
+
+    return AlgorithmReducer(algorithm_of)
