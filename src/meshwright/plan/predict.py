@@ -11,6 +11,7 @@ from meshwright.plan.flops import flops
 from meshwright.plan.passes import passes_of
 from meshwright.plan.place import Place, every_place, places
 from meshwright.plan.state import division, lane_bytes, shares, state_bytes
+from meshwright.plan.sync_traffic import DIRECT
 from meshwright.plan.traffic import depends_on_tp_rank, sends, traffic
 from meshwright.plan.wire import Backend
 
@@ -68,7 +69,9 @@ class _Predictor:
         if cut not in self._by_tp_rank:
             self._by_tp_rank[cut] = depends_on_tp_rank(self._job, place)
         # Rank 0 alone has a piece of a single number, where the world is so large that one is cut in pieces.
-        key = (cut, where.tp if self._by_tp_rank[cut] else 0, place.rank == 0)
+        # So has every rank its own part in the messages of most algorithms.
+        alone = -1 if self._job.sync.algorithm in DIRECT else place.rank
+        key = (cut, where.tp if self._by_tp_rank[cut] else 0, place.rank == 0, alone)
         if key not in self._sends:
             self._sends[key] = sends(traffic(self._job, place, self._backend))
         if where.pp not in self._computes:

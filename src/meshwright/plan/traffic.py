@@ -7,32 +7,20 @@ so on); ``sends`` adds up what shares axis, operation and phase, as the Ledger d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from meshwright.job.job import Job
 from meshwright.ledger.ledger import Send
 from meshwright.plan import wire
 from meshwright.plan.passes import Passes, passes_of
 from meshwright.plan.place import Place, StagePlace
+from meshwright.plan.sent import Sent
 from meshwright.plan.state import Division, buckets, division, stage_groups, units
-from meshwright.plan.wire import Backend, Wired
+from meshwright.plan.sync_traffic import DIRECT, algorithm_sums
+from meshwright.plan.wire import Backend
 
 _COUNT_BYTES = 8
 """Numbers that ranks agree on are int64 or float64."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Messages of one origin: ``messages`` of them with these bytes together."""
-
-    axis: str
-    operation: str
-    phase: str
-    payload: int
-    wired: Wired
-    messages: int
-    formula: str
-    """How the payload comes about, with its numbers."""
 
 
 def traffic(job: Job, place: Place, backend: Backend = "gloo") -> list[Sent]:
@@ -45,11 +33,15 @@ def traffic(job: Job, place: Place, backend: Backend = "gloo") -> list[Sent]:
     """
     divided = division(job, place)
     passes = {stage.number: passes_of(job, place, stage) for stage in place.stages}
+    if divided.grouped:
+        reduced = _grouped(job, place, divided, passes, backend)
+    else:
+        reduced = _bucketed(job, place, divided, backend)
     found = [
         *_batch(job, place, backend),
         *_pipeline(job, place),
         *(sent for stage in place.stages for sent in _tensor(job, place, stage, passes[stage.number], backend)),
-        *(_grouped(job, place, divided, passes) if divided.grouped else _bucketed(job, place, divided)),
+        *reduced,
         *_replicated_gradients(job, place, backend),
         *_tied(job, place, backend),
         *_metrics(job, place, backend),
@@ -204,7 +196,7 @@ def _tied(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
 # -- data parallel ------------------------------------------------------------------------------------
 
 
-def _bucketed(job: Job, place: Place, divided: Division) -> Iterator[Sent]:
+def _bucketed(job: Job, place: Place, divided: Division, backend: Backend) -> Iterator[Sent]:
     """Replicated and ZeRO-1: each bucket once a step; deterministic mode after every micro-step."""
     if divided.degree == 1:
         return
@@ -212,7 +204,11 @@ def _bucketed(job: Job, place: Place, divided: Division) -> Iterator[Sent]:
     size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
     chunk, piece = size // divided.shards, size // divided.degree
     copies, shards, axis = divided.copies, divided.shards, divided.copy_axis
-    if divided.every_step:
+    direct = job.sync.algorithm in DIRECT
+    if not direct:
+        sizes = [(bucket.chunk, bucket.times) for bucket in flat]
+        yield from algorithm_sums(job, place, divided, sizes, backend)
+    elif divided.every_step:
         payload = w * size * m
         text = f"{w} bytes x {size:,} elements in {count} buckets x {m} micro-batches"
         wired = wire.reduce_scatter(payload, divided.degree)
@@ -220,7 +216,7 @@ def _bucketed(job: Job, place: Place, divided: Division) -> Iterator[Sent]:
     elif shards > 1:
         text = f"{w} bytes x {size:,} elements in {count} buckets"
         yield Sent("shard", "reduce_scatter", "reduce", w * size, wire.reduce_scatter(w * size, shards), count, text)
-    if copies > 1:
+    if copies > 1 and direct:
         if not divided.every_step:
             text = f"{w} bytes x {chunk:,} elements: this rank's 1/{shards} of {count} buckets"
             wired = wire.reduce_scatter(w * chunk, copies)
@@ -232,11 +228,13 @@ def _bucketed(job: Job, place: Place, divided: Division) -> Iterator[Sent]:
         yield Sent("shard", "all_gather", "publish", p * chunk, wire.all_gather(p * chunk, shards), count, text)
 
 
-def _grouped(job: Job, place: Place, divided: Division, passes: dict[int, Passes]) -> Iterator[Sent]:
+def _grouped(
+    job: Job, place: Place, divided: Division, passes: dict[int, Passes], backend: Backend
+) -> Iterator[Sent]:
     """ZeRO-2 and 3: groups are gathered when used and reduced after every micro-batch."""
     for stage in place.stages:
         yield from _gathered(place, stage, divided, passes[stage.number])
-        yield from _reduced(place, stage, divided)
+        yield from _reduced(job, place, stage, divided, backend)
 
 
 def _gathered(place: Place, stage: StagePlace, divided: Division, passes: Passes) -> Iterator[Sent]:
@@ -251,7 +249,10 @@ def _gathered(place: Place, stage: StagePlace, divided: Division, passes: Passes
             yield Sent("shard", "all_gather", phase, payload, wire.all_gather(payload, shards), count, text)
 
 
-def _reduced(place: Place, stage: StagePlace, divided: Division) -> Iterator[Sent]:
+def _reduced(job: Job, place: Place, stage: StagePlace, divided: Division, backend: Backend) -> Iterator[Sent]:
+    if job.sync.algorithm not in DIRECT:
+        yield from _reduced_by_algorithm(job, place, stage, divided, backend)
+        return
     w, m, copies, shards = place.wide_bytes, place.micro_batches, divided.copies, divided.shards
     for group in stage_groups(stage, divided):
         times = group.times
@@ -266,3 +267,14 @@ def _reduced(place: Place, stage: StagePlace, divided: Division) -> Iterator[Sen
             yield Sent(axis, "reduce_scatter", "reduce", whole, wired, times, text)
             text = f"{w} bytes x {group.piece:,} elements x {times} alike, back to {copies} copies"
             yield Sent(axis, "all_gather", "reduce", part, wire.all_gather(part, copies), times, text)
+
+
+def _reduced_by_algorithm(
+    job: Job, place: Place, stage: StagePlace, divided: Division, backend: Backend
+) -> Iterator[Sent]:
+    """Shards sum their rows, copies all of an accumulator, which is padded to a multiple of them."""
+    found = stage_groups(stage, divided)
+    rows = [(group.row, group.times) for group in found]
+    sums = [(group.piece * divided.copies, group.times) for group in found]
+    yield from algorithm_sums(job, place, replace(divided, copies=1), rows, backend, place.micro_batches)
+    yield from algorithm_sums(job, place, replace(divided, shards=1), sums, backend)
