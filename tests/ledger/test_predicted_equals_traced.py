@@ -125,6 +125,7 @@ def test_some_pairs() -> None:
 
 
 @pytest.mark.all
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", range(1, BLOCKS + 1))
 def test_a_thousand_pairs(block: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert hold(block, BLOCK) == BLOCK
