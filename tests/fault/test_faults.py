@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from meshwright.cli.main import main
 from meshwright.errors import CheckpointError, InputError
 from meshwright.job.fault_section import KINDS, PHASES, SAVE_PHASES, STEP_PHASES, check_faults, parse_fault
 from meshwright.job.job import Job, load_job
-from meshwright.prove.pool import RankPool
+from meshwright.prove.pool import RankPool, free_port
 from meshwright.recovery.rank import LAUNCHER_VARIABLE
 from meshwright.train.faults.effects import Site, cut_connections, prepare
 from meshwright.train.faults.fired import Fired
@@ -201,15 +202,18 @@ def test_stop_and_go_on() -> None:
 SLEEPER = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
 
 
-@pytest.mark.parametrize("kind", ["kill-launcher", "kill-store"])
-def test_other_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
+def test_kill_the_launcher() -> None:
+    child = os.fork()
+    if child == 0:
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        os.waitpid(in_a_child("kill-launcher rank=0 step=1"), 0)
+        os._exit(99)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
-    from meshwright.prove.pool import free_port
 
+def test_kill_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(port)])
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(process.pid))
     monkeypatch.setenv("MASTER_PORT", str(port))
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -218,7 +222,7 @@ def test_other_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             break
         except OSError:
             time.sleep(0.05)
-    prepare(parse_fault(f"{kind} rank=0 step=1"), Site(Path(), 0, cast(Any, None)))()
+    prepare(parse_fault("kill-store rank=0 step=1"), Site(Path(), 0, cast(Any, None)))()
     assert process.wait(timeout=10) == -signal.SIGKILL
 
 

@@ -193,15 +193,20 @@ def _cut() -> Iterator[int]:
 
 
 def launcher() -> int:
-    """The process that started this run.
+    """The process that started this run: the nearest above us that was not itself started by a launcher of ours.
 
     Raises:
         InputError: nobody of ours did.
     """
-    pid = os.environ.get(LAUNCHER_VARIABLE)
-    if pid is None:
+    if LAUNCHER_VARIABLE not in os.environ:
         raise InputError("fault: kill-launcher needs ranks that meshwright train started itself")
-    return int(pid)
+    process = psutil.Process(os.getppid())
+    while LAUNCHER_VARIABLE in process.environ():
+        above = process.parent()
+        if above is None:
+            break
+        process = above
+    return process.pid
 
 
 def store_process() -> int:
