@@ -162,6 +162,13 @@ class FailingDisk(Disk):
                 waiting.remove(file)
                 waiting.add(target / file.name)
 
+    def link(self, source: Path, target: Path) -> None:
+        if self._fails("link"):
+            self._fail(source)
+        with self._lock:
+            self._names.add(target)
+        super().link(source, target)
+
     def remove(self, path: Path) -> None:
         if self._fails("remove"):
             for file in sorted(path.glob("*"))[:1]:

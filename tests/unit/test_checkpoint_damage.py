@@ -190,9 +190,9 @@ def _rewritten(path: Path, change: Callable[[dict[str, object]], object]) -> Non
 
 
 def test_foreign_and_newer_manifests(path: Path) -> None:
-    _rewritten(path, lambda content: content.update(version=2))
+    _rewritten(path, lambda content: content.update(version=3))
     assert _refusal(path).startswith(
-        f"checkpoint: {path / MANIFEST} has format version 2, but this meshwright reads version 1; "
+        f"checkpoint: {path / MANIFEST} has format version 3, but this meshwright reads versions 1 and 2; "
         "use a newer meshwright"
     )
     _rewritten(path, lambda content: content.update(format="other"))

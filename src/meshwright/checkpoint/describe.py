@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.delta import accounts, on_disk
 from meshwright.checkpoint.folder import left_overs, step_of
-from meshwright.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, read_manifest
+from meshwright.checkpoint.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from meshwright.checkpoint.retention import PIN
 from meshwright.errors import CheckpointError
 
@@ -22,9 +24,10 @@ def describe(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "format": FORMAT,
-        "version": VERSION,
+        "version": manifest.version,
         "step": manifest.step,
         "bytes": manifest.bytes,
+        **asdict(accounts(manifest)),
         "pinned": (path / PIN).exists(),
         "saved": (path / MANIFEST).stat().st_mtime,
         "layout": manifest.layout,
@@ -57,6 +60,7 @@ def describe_run(paths: list[Path]) -> dict[str, Any]:
     return {
         "folder": str(paths[0].parent),
         "checkpoints": [_line(path) for path in paths],
+        "bytes_on_disk": on_disk(paths),
         "left_overs": [each.name for each in left_overs(paths[0].parent)],
     }
 

@@ -42,6 +42,10 @@ class Disk:
         """Move a folder to a name that does not exist, at once or not at all."""
         source.rename(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target)
+
     def free_bytes(self, path: Path) -> int:
         """What can still be written under a folder that exists."""
         return shutil.disk_usage(path).free

@@ -18,6 +18,8 @@ from meshwright.errors import CheckpointError, DamagedCheckpoint
 MANIFEST = "manifest.json"
 FORMAT = "meshwright-checkpoint"
 VERSION = 1
+INCREMENTAL_VERSION = 2
+"""Of a checkpoint that has files of the one before it; otherwise like version 1."""
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -57,6 +59,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Unused:
+    """A part of a linked file that only the checkpoint that wrote it refers to."""
+
+    begin: int
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
 class FileEntry:
     """One safetensors file: its size, that of its header, and the checksums of header and whole."""
 
@@ -64,6 +75,13 @@ class FileEntry:
     header_bytes: int
     header_checksum: str
     checksum: str
+    unused: tuple[Unused, ...] = ()
+    """Its parts that are no slice of this checkpoint."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as a JSON object; ``unused`` only where there is some."""
+        content = {name: value for name, value in vars(self).items() if name != "unused"}
+        return content | ({"unused": [vars(part) for part in self.unused]} if self.unused else {})
 
 
 @dataclass(frozen=True)
@@ -80,8 +98,15 @@ class Manifest:
     tensors: Mapping[str, Entry]
     """By ``role/full name``."""
     files: Mapping[str, FileEntry]
+    generation: int = 0
+    """How many checkpoints in a row, this one counted, have referred to the one before; 0: all is its own."""
     path: Path = field(default=Path(), compare=False)
     """The folder it was read from."""
+
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return INCREMENTAL_VERSION if self.generation else VERSION
 
     @property
     def bytes(self) -> int:
@@ -95,14 +120,23 @@ class Manifest:
         for key, entry in self.tensors.items():
             for piece in entry.slices:
                 found[piece.file].append((key, entry.dtype, piece))
+        for name, file in self.files.items():
+            for part in file.unused:
+                box = (0,), (part.bytes,)
+                found[name].append(("an unused part", "U8", Slice(*box, name, part.begin, part.bytes, part.checksum)))
         return {name: sorted(held, key=lambda each: each[2].begin) for name, held in found.items()}
+
+    def parts(self, file: str) -> list[tuple[int, int, str]]:
+        """First byte, size and checksum of every part of a file, in their order; what two tensors share is one."""
+        parts = {piece.begin: (piece.begin, piece.bytes, piece.checksum) for _, _, piece in self.contents[file]}
+        return [parts[begin] for begin in sorted(parts)]
 
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as canonical JSON with its root hash: equal manifests have equal bytes."""
     content: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": manifest.version,
         "step": manifest.step,
         "layout": manifest.layout,
         "model": dict(manifest.model),
@@ -117,8 +151,10 @@ def encode(manifest: Manifest) -> bytes:
             }
             for key, entry in manifest.tensors.items()
         },
-        "files": {name: vars(entry) for name, entry in manifest.files.items()},
+        "files": {name: entry.as_json() for name, entry in manifest.files.items()},
     }
+    if manifest.generation:
+        content["generation"] = manifest.generation
     return _canonical({**content, "root": _root(content)})
 
 
@@ -189,10 +225,10 @@ def _checked_content(data: bytes, file: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(damaged.format(f"not JSON: {error}")) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint: {file} is not a {FORMAT} manifest; give a step-N folder")
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, INCREMENTAL_VERSION):
         raise CheckpointError(
-            f"checkpoint: {file} has format version {content.get('version')}, but this meshwright reads version "
-            f"{VERSION}; use a newer meshwright"
+            f"checkpoint: {file} has format version {content.get('version')}, but this meshwright reads versions "
+            f"{VERSION} and {INCREMENTAL_VERSION}; use a newer meshwright"
         )
     root = content.pop("root", None)
     try:
@@ -216,7 +252,10 @@ def _decode(content: Mapping[str, Any], folder: Path) -> Manifest:
         )
         for key, entry in content["tensors"].items()
     }
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    files = {
+        name: FileEntry(**{**entry, "unused": tuple(Unused(**part) for part in entry.get("unused", ()))})
+        for name, entry in content["files"].items()
+    }
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the folder")
@@ -224,7 +263,7 @@ def _decode(content: Mapping[str, Any], folder: Path) -> Manifest:
     if strangers:
         raise ValueError(f"slices lie in {sorted(strangers)[0]!r}, which is not among its files")
     fields = {name: content[name] for name in ("step", "layout", "model", "optimizer", "state", "versions")}
-    return Manifest(**fields, tensors=tensors, files=files, path=folder)
+    return Manifest(**fields, tensors=tensors, files=files, generation=content.get("generation", 0), path=folder)
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.checkpoint.delta import freed_by
 from meshwright.checkpoint.disk import Disk, forget
 from meshwright.checkpoint.folder import CHECKPOINTS, left_overs, put_aside, step_folder, steps
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
@@ -69,6 +70,7 @@ class Pruned:
     left_overs: list[str] = field(default_factory=list)
     """Hidden folders removed: of killed removals, broken, and superseded ones."""
     freed_bytes: int = 0
+    """Of files that no checkpoint has any more."""
 
 
 def prune(run: str | Path, retention: Retention, *, dry: bool = False, disk: Disk | None = None) -> Pruned:
@@ -107,12 +109,8 @@ def prune(run: str | Path, retention: Retention, *, dry: bool = False, disk: Dis
         raise CheckpointError(f"prune: no checkpoint in {folder} is good, so none is removed; see verify")
     hidden = [path for path in left_overs(folder) if ".tmp-" not in path.name and not (path / PIN).exists()]
     result.left_overs = [path.name for path in hidden]
-    result.freed_bytes = sum(_bytes_in(path) for path in [*doomed, *hidden])
+    result.freed_bytes = freed_by([*doomed, *hidden])
     if not dry:
         for path in [*(put_aside(path, "removed", disk) for path in doomed), *hidden]:
             disk.remove(path)
     return result
-
-
-def _bytes_in(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.boxes import Box, chunks, cover_problem
+from meshwright.checkpoint.delta import Linked, candidates, intact, link, parent_step
 from meshwright.checkpoint.disk import Disk, forget
 from meshwright.checkpoint.drill import restore_in_another_process
 from meshwright.checkpoint.folder import clean, is_complete, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, Entry, FileEntry, Manifest, Slice, encode, read_manifest
 from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
 from meshwright.checkpoint.retention import Retention, rotate
-from meshwright.checkpoint.tensor_file import Piece, verify_file, write_file
+from meshwright.checkpoint.tensor_file import Piece, content_of, verify_file, write_file
 from meshwright.checkpoint.world import World, current_world
 from meshwright.errors import MeshwrightError
 from meshwright.version import __version__
@@ -53,6 +54,7 @@ def save(
     keep: Retention | int | None = None,
     finite: bool = False,
     drill: bool = False,
+    full_every: int | None = None,
     world: World | None = None,
     disk: Disk | None = None,
 ) -> Path:
@@ -69,6 +71,8 @@ def save(
         keep: remove older ones beyond this many (or by this rule), once the new one has been read back and verified.
         finite: refuse to save infinities and NaN: such a state must not take the place of a good one.
         drill: let another process load it whole before older ones go.
+        full_every: refer to slices that the checkpoint before holds already, but write everything anew every so
+            many times; absent: always.
         world: the ranks; absent: the default process group, or this process alone.
         disk: the file system; tests pass one that fails.
 
@@ -80,7 +84,7 @@ def save(
             Nothing earlier is lost.
     """
     save_ = _Save(Path(folder), step, world or current_world(), disk or Disk())
-    save_.write(tensors, finite)
+    save_.write(tensors, finite, full_every)
     header = {"layout": layout, "model": model or {}, "optimizer": optimizer or {}, "state": state or {}}
     save_.commit(header)
     if drill:
@@ -100,8 +104,10 @@ class _Save:
         self.temporary = folder / f".step-{step}.tmp-{token}"
         self.plan: list[tuple[Described, int]] = []
         self.written: list[Any] = []
+        self.linked = Linked({}, {})
+        self.generation = 0
 
-    def write(self, tensors: Sequence[PlacedTensor], finite: bool) -> None:
+    def write(self, tensors: Sequence[PlacedTensor], finite: bool, full_every: int | None) -> None:
         """Agree who writes what, and write this rank's part."""
         self._together(self._open, rank_0=True)
         pieces = list(self._together(lambda: pieces_of(tensors)) or [])
@@ -109,13 +115,45 @@ class _Save:
 
         def planned() -> list[list[int]]:
             self.plan, assignment = plan(described)
-            self._check_space()
             return assignment
 
         assignment = self._together(planned, rank_0=True)
-        mine = self.world.scatter(assignment or [])
-        outcome = self._together(lambda: self._write_file([pieces[number] for number in mine], finite))
+        mine = [pieces[number] for number in self.world.scatter(assignment or [])]
+        held = self._reused(mine, full_every) if full_every is not None else [None] * len(mine)
+        needed = self.world.gather(_needed(mine, held))
+        self._together(lambda: self._check_space(sum(needed)), rank_0=True)
+        outcome = self._together(lambda: self._write_file(mine, held, finite))
         self.written = self.world.gather(outcome)
+
+    def _reused(self, mine: Sequence[Piece], full_every: int) -> list[Slice | None]:
+        """Link what the checkpoint before holds already; for each of this rank's pieces the slice there, if there is.
+
+        Rank 0 looks which files are worth it, the ranks share out reading and checking them, and rank 0 links those
+        that are still as they were.
+        """
+        before = self._together(lambda: parent_step(self.folder, self.step, full_every), rank_0=True)
+        before = self.world.broadcast(before)
+        if before is None:
+            return [None] * len(mine)
+        parent: Manifest = self._together(lambda: read_manifest(step_folder(self.folder, before)))
+        contents = self._together(lambda: [content_of(piece) for piece in mine])
+        gathered = [[(sum_, size) for sum_, size in rank] for rank in self.world.gather(contents)]
+        wanted = (content for rank in gathered for content in rank)
+        used = self.world.broadcast(candidates(parent, wanted) if self.world.rank == 0 else None)
+        share = sorted(used)[self.world.rank :: self.world.size]
+        good = self.world.gather(self._together(lambda: intact(parent, share)))
+
+        def linking() -> None:
+            chosen = {file: used[file] for rank in good for file in rank}
+            self.linked = link(parent, chosen, self.temporary, self.disk)
+            self.generation = parent.generation + 1 if self.linked.files else 0
+
+        self._together(linking, rank_0=True)
+        places = self.world.scatter([[self.linked.places.get(content) for content in rank] for rank in gathered])
+        return [
+            None if place is None else Slice(*piece.box, *place, content[1], content[0])
+            for piece, place, content in zip(mine, places, contents, strict=True)
+        ]
 
     def _open(self) -> None:
         clean(self.folder, self.disk)
@@ -123,9 +161,8 @@ class _Save:
             raise SaveError(f"{self.target} is there already")
         self.disk.make_folder(self.temporary)
 
-    def _check_space(self) -> None:
+    def _check_space(self, needed: int) -> None:
         """Refuse a save that the disk has no room for, before anything of it is written."""
-        needed = sum(piece[5] + _BYTES_ABOUT_A_SLICE for piece, _ in self.plan)
         free = self.disk.free_bytes(self.folder)
         if free < needed:
             raise SaveError(
@@ -133,16 +170,20 @@ class _Save:
                 f"{needed - free:,} bytes there (meshwright checkpoint prune), or lower checkpoint.keep"
             )
 
-    def _write_file(self, pieces: Sequence[Piece], finite: bool) -> list[Any]:
+    def _write_file(
+        self, pieces: Sequence[Piece], held: Sequence[Slice | None], finite: bool
+    ) -> list[Any]:
+        """Write the pieces that are nowhere yet; the file's name, its entry if there is one, and all slices."""
         if not self.temporary.is_dir():
             raise SaveError(f"{self.folder} is not the same folder on all ranks; use storage that all hosts share")
-        if not pieces:
-            return []
         if finite:
             _check_finite(pieces)
+        new = [piece for piece, slice_ in zip(pieces, held, strict=True) if slice_ is None]
         path = self.temporary / f"rank-{self.world.rank:05d}.safetensors"
-        entry, slices = write_file(path, pieces, self.disk)
-        return [path.name, vars(entry), [vars(piece) for piece in slices]]
+        entry, written = write_file(path, new, self.disk) if new else (None, [])
+        fresh = iter(written)
+        slices = [next(fresh) if slice_ is None else slice_ for slice_ in held]
+        return [path.name, entry and entry.as_json(), [vars(slice_) for slice_ in slices]]
 
     def commit(self, header: Mapping[str, Any]) -> None:
         """Rank 0 writes the manifest and gives the folder its name."""
@@ -181,7 +222,8 @@ class _Save:
                 "python": platform.python_version(),
             },
             tensors={key: Entry(*whole[key], tuple(slices[key])) for key in slices},
-            files={outcome[0]: FileEntry(**outcome[1]) for outcome in self.written if outcome},
+            files=self.linked.files | {name: FileEntry(**entry) for name, entry, _ in self.written if entry},
+            generation=self.generation,
         )
 
     def drill(self) -> None:
@@ -225,6 +267,13 @@ class _Save:
                 "earlier checkpoints are untouched"
             ) from cause
         return result
+
+
+def _needed(pieces: Sequence[Piece], held: Sequence[Slice | None]) -> int:
+    """Bytes this rank has to write."""
+    return sum(
+        piece.bytes * (slice_ is None) + _BYTES_ABOUT_A_SLICE for piece, slice_ in zip(pieces, held, strict=True)
+    )
 
 
 def _check_finite(pieces: Sequence[Piece]) -> None:

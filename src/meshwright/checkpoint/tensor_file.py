@@ -62,6 +62,12 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def content_of(piece: Piece) -> tuple[str, int]:
+    """Checksum and size of the bytes that would be written."""
+    data = _raw(piece.tensor)
+    return checksum(data), len(data)
+
+
 def _raw(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
@@ -159,6 +165,6 @@ def verify_file(manifest: Manifest, name: str) -> None:
 def check_sum_of_sums(manifest: Manifest, name: str) -> None:
     """Raise when a file's checksum is not that of its header's and its slices'."""
     entry = manifest.files[name]
-    sums = (piece.checksum for _, _, piece in manifest.contents[name])
+    sums = (part[2] for part in manifest.parts(name))
     if file_checksum(entry.header_checksum, sums) != entry.checksum:
         raise damaged(manifest.path / name, "its checksum does not fit")

@@ -38,6 +38,11 @@ def checkpoint_lines(facts: Mapping[str, Any], tensors: bool) -> list[str]:
         f"  state      {_pairs(facts['state'])}",
         f"  versions   {_pairs(facts['versions'])}",
     ]
+    if facts["referenced_bytes"]:
+        lines.append(
+            f"  written    {facts['written_bytes']:,} bytes; {facts['referenced_bytes']:,} referenced in files of "
+            f"earlier checkpoints, which hold {facts['unused_bytes']:,} more that it does not use"
+        )
     for role, held in facts["roles"].items():
         lines.append(f"  {role:<10} {held['tensors']} tensors, {held['elements']:,} elements, {held['bytes']:,} bytes")
     lines += [f"  {name}  {size:,} bytes" for name, size in facts["files"].items()]
@@ -57,6 +62,9 @@ def run_lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"  step {each['step']:>8}  {each['bytes']:>15,} bytes  {_time(each['saved'])}  {each['layout']}{pinned}"
         )
+    shared = sum(each["bytes"] for each in facts["checkpoints"] if each["complete"]) - facts["bytes_on_disk"]
+    if shared > 0:
+        lines.append(f"  {facts['bytes_on_disk']:,} bytes on disk; {shared:,} more if each had files of its own")
     return lines + [f"  {name}: not a checkpoint" for name in facts["left_overs"]]
 
 

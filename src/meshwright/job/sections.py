@@ -193,6 +193,8 @@ class CheckpointSection(Section):
     """``async``: the state is copied to host buffers, and written while training goes on."""
     drill_every: PositiveInt | None = None
     """Every so many checkpoints another process loads the new one whole and compares it, before an old one goes."""
+    incremental: PositiveInt | None = None
+    """Refer to slices that the checkpoint before holds already, but write all anew every so many checkpoints."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
     keep_every: PositiveInt | None = None

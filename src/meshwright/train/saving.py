@@ -79,6 +79,7 @@ class Saver:
             keep=retention(job),
             finite=True,
             drill=every is not None and self._writes % every == 0,
+            full_every=job.checkpoint.incremental,
             world=world,
             disk=self.disk,
         )

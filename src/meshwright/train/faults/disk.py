@@ -79,6 +79,10 @@ class FaultyDisk(Disk):
             self._meet("commit", str(source))
         self._disk.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """See :class:`Disk`."""
+        self._disk.link(source, target)
+
     def free_bytes(self, path: Path) -> int:
         """See :class:`Disk`."""
         return self._disk.free_bytes(path)
