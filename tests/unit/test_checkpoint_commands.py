@@ -127,7 +127,7 @@ def test_newer_versions_and_permissions(
     content = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_text(json.dumps({**content, "version": 9}))
     code, _, said = ask(capsys, "inspect", path)
-    assert code == 2 and "format version 9, but this meshwright reads version 1; use a newer meshwright" in said
+    assert code == 2 and "format version 9, but this meshwright reads versions 1 and 2; use a newer meshwright" in said
 
 
 def test_diff(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ class _Save:
         self._together(linking, rank_0=True)
         places = self.world.scatter([[self.linked.places.get(content) for content in rank] for rank in gathered])
         return [
-            None if place is None else Slice(*piece.box, *place, content[1], content[0])
+            None if place is None else Slice(*piece.box, place[0], place[1], content[1], content[0])
             for piece, place, content in zip(mine, places, contents, strict=True)
         ]
 

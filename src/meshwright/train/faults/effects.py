@@ -206,7 +206,7 @@ def launcher() -> int:
         if above is None:
             break
         process = above
-    return process.pid
+    return int(process.pid)
 
 
 def store_process() -> int:
