@@ -169,9 +169,13 @@ class Channel:
 
     def message(self, number: int, peer: int, dtype: torch.dtype) -> Tensor:
         """What rank ``peer`` sent me in operation ``number``, in place: valid until ``release``."""
+        return torch.from_numpy(self.read(number, peer)).view(dtype)
+
+    def read(self, number: int, peer: int) -> NDArray[np.uint8]:
+        """The same as bytes, and no operation to whoever records those of torch."""
         arena = self._arenas[peer]
         start, nbytes = (int(value) for value in arena.heads[number % _HEADS, self.rank])
-        return torch.from_numpy(arena.data[start : start + nbytes]).view(dtype)
+        return arena.data[start : start + nbytes]
 
     def release(self, number: int) -> None:
         """Say that the messages of operation ``number`` are no longer read here."""
@@ -214,14 +218,13 @@ class Arrival:
         channel.wait(self._number)
         for peer, place in enumerate(self._receives):
             if peer != channel.rank and place.numel():
-                message = channel.message(self._number, peer, torch.uint8)
-                _bytes_of(place)[:] = message.numpy()
+                copy_bytes(place, channel.read(self._number, peer))
         channel.release(self._number)
 
 
-def copy_bytes(place: Tensor, message: Tensor) -> None:
+def copy_bytes(place: Tensor, message: NDArray[np.uint8]) -> None:
     """Copy a message's bytes into flat contiguous ``place``."""
-    _bytes_of(place)[:] = message.numpy()
+    _bytes_of(place)[:] = message
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[Any]:
