@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.boxes import Box
 
-Role = Literal["parameter", "exp_avg", "exp_avg_sq", "momentum"]
-"""Parameter (the master value), AdamW's two moments, SGD's momentum."""
+Role = Literal["parameter", "exp_avg", "exp_avg_sq", "momentum", "sync"]
+"""Parameter (the master value), AdamW's two moments, SGD's momentum; what synchronisation remembers."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class _InArena:
         if not self._places and self._peers:
             return  # read where they are
         for peer, place in self._places.items():
-            copy_bytes(place, self._channel.read(self._number, peer))
+            copy_bytes(place, self._channel.message(self._number, peer, torch.uint8))
         self._channel.release(self._number)
 
 

@@ -92,7 +92,8 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.traffic.see(func, args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.flops.see(func, args, kwargs, result)
+        if current_phase() != "reduce":  # what a compressor multiplies is no work of the model
+            self.flops.see(func, args, kwargs, result)
         self.storages.see(result, current_phase())
         return result
 

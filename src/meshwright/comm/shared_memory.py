@@ -169,13 +169,9 @@ class Channel:
 
     def message(self, number: int, peer: int, dtype: torch.dtype) -> Tensor:
         """What rank ``peer`` sent me in operation ``number``, in place: valid until ``release``."""
-        return torch.from_numpy(self.read(number, peer)).view(dtype)
-
-    def read(self, number: int, peer: int) -> NDArray[np.uint8]:
-        """The same as bytes, and no operation to whoever records those of torch."""
         arena = self._arenas[peer]
         start, nbytes = (int(value) for value in arena.heads[number % _HEADS, self.rank])
-        return arena.data[start : start + nbytes]
+        return torch.from_numpy(arena.data[start : start + nbytes]).view(dtype)
 
     def release(self, number: int) -> None:
         """Say that the messages of operation ``number`` are no longer read here."""
@@ -218,13 +214,14 @@ class Arrival:
         channel.wait(self._number)
         for peer, place in enumerate(self._receives):
             if peer != channel.rank and place.numel():
-                copy_bytes(place, channel.read(self._number, peer))
+                message = channel.message(self._number, peer, torch.uint8)
+                _bytes_of(place)[:] = message.numpy()
         channel.release(self._number)
 
 
-def copy_bytes(place: Tensor, message: NDArray[np.uint8]) -> None:
+def copy_bytes(place: Tensor, message: Tensor) -> None:
     """Copy a message's bytes into flat contiguous ``place``."""
-    _bytes_of(place)[:] = message
+    _bytes_of(place)[:] = message.numpy()
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from meshwright.job.sections import Section
+from meshwright.job.sync_keys import CompressionKeys, LessOftenKeys
 
 Algorithm = Literal[
     "auto", "direct", "backend", "ring", "tree", "halving-doubling", "hierarchical", "leaders", "ordered"
@@ -15,11 +15,11 @@ TWO_LEVEL_ALGORITHMS: frozenset[str] = frozenset({"hierarchical", "leaders"})
 """Algorithms that treat ranks of one node apart from the others, so they must know the nodes."""
 
 
-class SyncSection(Section):
+class SyncSection(CompressionKeys, LessOftenKeys):
     """[sync]: how the data parallel ranks agree."""
 
-    strategy: Literal["all-reduce"] = "all-reduce"
-    """``all-reduce``: gradients are summed over all ranks in every step."""
+    strategy: Literal["all-reduce", "local", "easgd", "diloco"] = "all-reduce"
+    """``all-reduce``: gradients are summed over all ranks in every step; the others: replicas meet now and then."""
     algorithm: Algorithm = "auto"
     """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
     node_size: PositiveInt | None = None

@@ -12,6 +12,7 @@ from meshwright.job.memory import memory_problem
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
 from meshwright.job.sentences import either
+from meshwright.job.validate_less_often import apart
 from meshwright.job.validate_sync import sync_problems
 
 _FULL_BACKWARD = "gpipe, 1f1b, interleaved or looped-bfs"
@@ -169,7 +170,7 @@ def _sharding_problems(job: Job) -> Iterator[str]:
     if layout.shard is not None:
         if layout.dp % layout.shard:
             yield f"layout: shard={layout.shard} does not divide dp={layout.dp}; use {either(_divisors(layout.dp))}"
-        if layout.shard < layout.dp and layout.zero == 0:
+        if layout.shard < layout.dp and layout.zero == 0 and not apart(job):
             yield (
                 f"layout: shard={layout.shard} below dp={layout.dp} needs sharded state, but zero=0; "
                 f"use zero=1, 2 or 3, or shard={layout.dp}"

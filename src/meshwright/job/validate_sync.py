@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 from meshwright.job.job import Job
 from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS
+from meshwright.job.validate_compression import compression_problems
+from meshwright.job.validate_less_often import less_often_problems
 
 
 def sync_problems(job: Job) -> Iterator[str]:
     """Everything in [sync] that does not fit the rest of a job whose layout is filled."""
     yield from _algorithm_problems(job)
+    yield from compression_problems(job)
+    yield from less_often_problems(job)
 
 
 def _algorithm_problems(job: Job) -> Iterator[str]:

@@ -27,6 +27,7 @@ def make_data_parallel(
     deterministic: bool = False,
     tied_apart: bool = False,
     reducer: Reducer | None = None,
+    apart: bool = False,
 ) -> DataParallel:
     """Spread this rank's modules over the dp ranks.
 
@@ -41,14 +42,10 @@ def make_data_parallel(
         tied_apart: the first and the last stage each hold a copy of a tied embedding; the last stage's
             is not counted.
         reducer: how gradients are summed over the dp ranks; absent: plainly.
+        apart: replicas (``shard`` ranks each, or with zero=0 and no ``shard`` single ranks) exchange no gradients.
     """
     sharded = layout.zero > 0 and layout.shard_degree > 1
-    degree = layout.shard_degree if sharded else 1
-    copies = Copies(
-        dp=mesh.group("dp"),
-        shard=mesh.group("shard") if sharded else None,
-        copy=None if degree == layout.dp else mesh.group("replicate") if sharded else mesh.group("dp"),
-    )
+    copies = _copies_of_replica(layout, mesh, sharded) if apart else _copies(layout, mesh, sharded)
     whole = {
         f"stage{number}:{name}" for number, module in stages.items() for name in getattr(module, "tp_replicated", ())
     }
@@ -82,6 +79,24 @@ def make_data_parallel(
         uncounted=frozenset(uncounted),
         tp_replicated=frozenset(whole),
     )
+
+
+def _copies(layout: Layout, mesh: Mesh, sharded: bool) -> Copies:
+    degree = layout.shard_degree if sharded else 1
+    return Copies(
+        dp=mesh.group("dp"),
+        shard=mesh.group("shard") if sharded else None,
+        copy=None if degree == layout.dp else mesh.group("replicate") if sharded else mesh.group("dp"),
+    )
+
+
+def _copies_of_replica(layout: Layout, mesh: Mesh, sharded: bool) -> Copies:
+    """Of one replica alone."""
+    if sharded:
+        return Copies(mesh.group("shard"), mesh.group("shard"), None)
+    if layout.shard is not None and layout.shard > 1:
+        return Copies(mesh.group("shard"), None, mesh.group("shard"))
+    return Copies(mesh.group("replicate"), None, None)
 
 
 def _tied_names(module: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ come from ``train.synchronise``, which alone knows what the job asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence as Spans
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -61,6 +61,14 @@ class Reducer(Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """What it remembers from step to step, by the name of the buffer and what it is; empty for a plain sum."""
+
+
+@runtime_checkable
+class WaitingReducer(Protocol):
+    """A reducer that must see all of a rank's gradients before any of them is sent."""
+
+    def ready(self, gradients: Spans[Tensor]) -> None:
+        """All buffers of a step are full."""
 
 
 class DirectReducer:

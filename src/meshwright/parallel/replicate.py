@@ -23,7 +23,7 @@ from meshwright.comm.phase import phase
 from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES, Bucket, accumulation_dtype, pack
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.owned import BackwardPart, Owned
-from meshwright.parallel.reducing import DirectReducer, Reducer
+from meshwright.parallel.reducing import DirectReducer, Reducer, WaitingReducer
 
 
 class _Stage:
@@ -126,7 +126,7 @@ class BucketedDataParallel:
         for number in numbers:
             stage = self._stages[number]
             stage.under_way = True
-            if last:
+            if last and not isinstance(self.reducer, WaitingReducer):
                 self._ending.add(number)
             if not self._every_step:
                 for bucket in stage.buckets:
@@ -135,7 +135,7 @@ class BucketedDataParallel:
         for number in numbers:
             self.collect(number)
             stage = self._stages[number]
-            if stage.under_way and (last or self._every_step):
+            if stage.under_way and (number in self._ending or self._every_step):
                 self._start_rest(stage)
 
     def collect(self, stage: int) -> None:
@@ -187,8 +187,13 @@ class BucketedDataParallel:
 
     def finish_gradients(self) -> None:
         """See ``DataParallel.finish_gradients``."""
-        for number, stage in self._stages.items():
+        for number in self._stages:
             self.collect(number)
+        if isinstance(self.reducer, WaitingReducer):
+            for bucket in self.buckets:
+                bucket.fill_up()
+            self.reducer.ready([bucket.gradient for bucket in self.buckets])
+        for stage in self._stages.values():
             if stage.under_way or not self._every_step:
                 self._start_rest(stage)
         self._flight.settle_all()

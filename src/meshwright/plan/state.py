@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from meshwright.job.job import Job
 from meshwright.job.sections import OptimizerSection
+from meshwright.job.validate_less_often import apart, replica_ranks
 from meshwright.plan.passes import passes_of
 from meshwright.plan.place import LocalTensor, Place, StagePlace, is_sharded
 
@@ -55,6 +56,8 @@ def division(job: Job, place: Place) -> Division:
     layout, where = job.layout, place.coordinates
     sharded = is_sharded(layout)
     shards = layout.shard_degree if sharded else 1
+    if apart(job):
+        return _of_replica(job, place, shards)
     return Division(
         shards=shards,
         copies=layout.dp // shards,
@@ -63,6 +66,20 @@ def division(job: Job, place: Place) -> Division:
         copy_axis="replicate" if sharded else "dp",
         grouped=sharded and layout.zero >= 2,
         every_step=job.train.deterministic and layout.dp > 1,
+    )
+
+
+def _of_replica(job: Job, place: Place, shards: int) -> Division:
+    """Where replicas train apart: the ranks of one of them."""
+    where, ranks = place.coordinates, replica_ranks(job.layout)
+    return Division(
+        shards=shards,
+        copies=ranks // shards,
+        shard=where.shard if shards > 1 else 0,
+        copy=where.shard if shards == 1 and ranks > 1 else 0,
+        copy_axis="shard",
+        grouped=shards > 1 and job.layout.zero >= 2,
+        every_step=False,
     )
 
 
@@ -297,12 +314,22 @@ def _last_reductions(job: Job, place: Place, divided: Division) -> Iterator[Amou
 
 def optimizer_bytes(job: Job, place: Place) -> list[Amount]:
     """The optimizer's moments; no padding."""
+    from meshwright.plan.compressed import remembered_bytes, shared_bytes  # which knows buckets and groups
+
     kept, w = moments(job.optimizer), place.wide_bytes
-    if not kept:
-        return []
-    owned = sum(unit.owned * unit.times for unit in units(job, place))
-    name = "first and second moments" if kept == 2 else "momentum"
-    return [Amount(name, f"{kept} x {w} bytes x {owned:,} elements that this rank updates", kept * w * owned)]
+    if job.sync.compression == "dgc" and job.optimizer.name == "sgd":
+        kept = 0  # the compressor has the momentum
+    found = []
+    if kept:
+        owned = sum(unit.owned * unit.times for unit in units(job, place))
+        name = "first and second moments" if kept == 2 else "momentum"
+        found.append(Amount(name, f"{kept} x {w} bytes x {owned:,} elements that this rank updates", kept * w * owned))
+    if remembered := remembered_bytes(job, place):
+        text = f"{remembered:,} bytes: what {job.sync.compression} has not sent, in two buffers"
+        found.append(Amount("residuals", text, remembered))
+    if shared := shared_bytes(job, place):
+        found.append(Amount("shared model", f"{shared:,} bytes beside the replica's own", shared))
+    return found
 
 
 def state_bytes(job: Job, place: Place) -> tuple[int, int, int]:

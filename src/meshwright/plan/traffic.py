@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import apart, replica_count
 from meshwright.ledger.ledger import Send
 from meshwright.plan import wire
+from meshwright.plan.compressed import compressed_sums, compresses, meeting
 from meshwright.plan.passes import Passes, passes_of
 from meshwright.plan.place import Place, StagePlace
 from meshwright.plan.sent import Sent
@@ -45,6 +47,7 @@ def traffic(job: Job, place: Place, backend: Backend = "gloo") -> list[Sent]:
         *_replicated_gradients(job, place, backend),
         *_tied(job, place, backend),
         *_metrics(job, place, backend),
+        *meeting(job, place, backend),
     ]
     return [sent for sent in found if sent.messages]
 
@@ -74,9 +77,11 @@ def sends(found: Iterable[Sent]) -> tuple[Send, ...]:
 def _batch(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
     """The valid tokens of the global batch, counted before the step."""
     dp = job.layout.dp
+    counts = replica_count(job.layout) if apart(job) else 1
     if dp > 1:
-        wired = wire.all_reduce(1, _COUNT_BYTES, dp, backend)
-        yield Sent("dp", "all_reduce", "batch", _COUNT_BYTES, wired, 1, "8 bytes: the count of valid tokens")
+        wired = wire.all_reduce(counts, _COUNT_BYTES, dp, backend)
+        text = "8 bytes: the count of valid tokens" + (f" x {counts} replicas" if counts > 1 else "")
+        yield Sent("dp", "all_reduce", "batch", counts * _COUNT_BYTES, wired, 1, text)
 
 
 def _metrics(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
@@ -86,9 +91,10 @@ def _metrics(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
         return
     deterministic = job.train.deterministic
     losses = job.layout.dp * place.micro_batches
-    numbers = 1 + (2 if deterministic else 1) + losses
+    norms = replica_count(job.layout) if apart(job) else 2 if deterministic else 1
+    numbers = 1 + norms + losses
     wired = wire.all_reduce(numbers, _COUNT_BYTES, world, backend)
-    text = f"8 bytes x ({losses} losses + {numbers - losses}: {1 + deterministic} for the norm, 1 for a wish to stop)"
+    text = f"8 bytes x ({losses} losses + {numbers - losses}: {norms} for the norm, 1 for a wish to stop)"
     yield Sent("world", "all_reduce", "metrics", numbers * _COUNT_BYTES, wired, 1, text)
     if deterministic:
         wired = wire.all_reduce(1, _COUNT_BYTES, world, backend, index=place.rank, ordered=backend == "gloo")
@@ -204,8 +210,10 @@ def _bucketed(job: Job, place: Place, divided: Division, backend: Backend) -> It
     size, count = sum(bucket.size * bucket.times for bucket in flat), sum(bucket.times for bucket in flat)
     chunk, piece = size // divided.shards, size // divided.degree
     copies, shards, axis = divided.copies, divided.shards, divided.copy_axis
-    direct = job.sync.algorithm in DIRECT
-    if not direct:
+    direct = job.sync.algorithm in DIRECT and not compresses(job)
+    if compresses(job):
+        yield from compressed_sums(job, place, backend)
+    elif not direct:
         sizes = [(bucket.chunk, bucket.times) for bucket in flat]
         yield from algorithm_sums(job, place, divided, sizes, backend)
     elif divided.every_step:
@@ -232,6 +240,8 @@ def _grouped(
     job: Job, place: Place, divided: Division, passes: dict[int, Passes], backend: Backend
 ) -> Iterator[Sent]:
     """ZeRO-2 and 3: groups are gathered when used and reduced after every micro-batch."""
+    if compresses(job):
+        yield from compressed_sums(job, place, backend)
     for stage in place.stages:
         yield from _gathered(place, stage, divided, passes[stage.number])
         yield from _reduced(job, place, stage, divided, backend)
@@ -250,6 +260,8 @@ def _gathered(place: Place, stage: StagePlace, divided: Division, passes: Passes
 
 
 def _reduced(job: Job, place: Place, stage: StagePlace, divided: Division, backend: Backend) -> Iterator[Sent]:
+    if compresses(job):
+        return  # all stages together
     if job.sync.algorithm not in DIRECT:
         yield from _reduced_by_algorithm(job, place, stage, divided, backend)
         return

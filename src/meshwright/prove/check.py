@@ -109,7 +109,10 @@ class Prover:
         """The one-device run of a request; it does not depend on the layout."""
         job = request.job
         key = repr(
-            (job.model_spec, job.optimizer, job.precision, job.batch, request.samples, request.steps, job.train.seed)
+            (
+                (job.model_spec, job.optimizer, job.precision, job.batch, job.train.seed),
+                (request.samples, request.steps, request.gradient_steps),
+            )
         )
         if request.samples is None or key not in self._oracles:
             trace = train_one_device(
@@ -159,6 +162,7 @@ class Prover:
             clipped=clipped,
             learning_rate=optimizer.lr,
             bound=PARAMETER_BOUNDS[dtype, optimizer.name],
+            gradient_steps=request.gradient_steps,
         )
 
     def self_test(self, request: Request, label: str, kind: Plant) -> Found:

@@ -16,6 +16,7 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.job.grid import coordinates
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
+from meshwright.job.steady import steady_step
 from meshwright.ledger.compare import Difference, compare
 from meshwright.ledger.ledger import Ledger, RankLedger, Spends
 from meshwright.plan.predict import predict
@@ -29,7 +30,8 @@ from meshwright.train.measured import LedgerRecorder
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import prepare_determinism
 
-COUNTED_STEP, STEPS = 3, 4
+COUNTED_STEP = 3
+"""Or the first steady one after it."""
 SUM_TO_WALL = 0.02
 """How far the parts of a measured step may be from its wall time."""
 NO_CLUSTER = "no --cluster file: `meshwright calibrate` writes one for this machine"
@@ -116,8 +118,9 @@ def measure_on_rank(job: Job) -> str:
     )
     with Mesh(layout) as mesh:
         trainer = Trainer(job, mesh)
-        recorder = LedgerRecorder(trainer, None, first_step=COUNTED_STEP)
-        for step in range(STEPS):
+        counted = steady_step(job, COUNTED_STEP)
+        recorder = LedgerRecorder(trainer, None, first_step=counted)
+        for step in range(counted + 1):
             with recorder.around(step):
                 with recorder.span("data"):
                     batches = proof_batches(

@@ -82,18 +82,18 @@ def _largest(found: Arrays, expected: Arrays, scale: Any) -> tuple[float, str]:
 
 def compare(
     found: Trace, expected: Trace, *, label: str, layout: str, ranks: int, dtype: str, optimizer: str,
-    clipped: bool, learning_rate: float, bound: float,
+    clipped: bool, learning_rate: float, bound: float, gradient_steps: int | None = None,
 ) -> Parity:  # fmt: skip
     """Hold a run against the oracle's.
 
     Gradients are compared at every SGD step and at the first AdamW step (later AdamW gradients are taken
-    at parameters that already differ by rounding).
+    at parameters that already differ by rounding), or at ``gradient_steps`` steps.
     """
     steps = len(expected.losses)
     parameter, where = parameter_difference(found.parameters, expected.parameters, learning_rate * steps)
     worst = f"parameter {where}"
     gradient = 0.0
-    for step in range(steps if optimizer == "sgd" else 1):
+    for step in range((steps if optimizer == "sgd" else 1) if gradient_steps is None else gradient_steps):
         difference, name = gradient_difference(found.gradients[step], expected.gradients[step])
         if difference > gradient:
             gradient, where = difference, f"gradient {name} at step {step + 1}"

@@ -17,6 +17,9 @@ from meshwright.prove.layout_run import Request
 from meshwright.prove.matrix import Case
 from meshwright.prove.parity import Parity
 from meshwright.prove.sync_cases_algorithms import algorithm_cases
+from meshwright.prove.sync_cases_compression import compression_cases
+from meshwright.prove.sync_cases_local import local_cases
+from meshwright.prove.sync_proof import SameRun, SyncProof
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class SyncCase:
 def sync_cases(max_ranks: int = 8) -> list[SyncCase]:
     """Every case that needs no more ranks than that."""
     cases = [against_one_device(case, values) for case, values in algorithm_cases()]
+    extra: list[SyncProof | SameRun] = [*compression_cases(), *local_cases()]
+    cases += [SyncCase(proof.label, proof.ranks, proof.prove) for proof in extra]
     return [case for case in cases if case.ranks <= max_ranks]
 
 

@@ -25,6 +25,7 @@ from meshwright.data.batch import Batch
 from meshwright.errors import InputError
 from meshwright.job.job import Job
 from meshwright.job.schedule_rules import micro_steps
+from meshwright.job.steady import steady_step
 from meshwright.ledger.ledger import Ledger, RankLedger
 from meshwright.parallel.pipeline import PipelineExecutor
 from meshwright.prove.no_values import NoValues
@@ -60,6 +61,7 @@ def _trace_rank(job: Job, rank: int) -> RankLedger:
         trainer = Trainer(job.model_copy(update={"train": uncompiled}), mesh, abstract=True)
         with NoValues():
             _do_first_things(trainer, job, micro_batches)
+            trainer.step_number = steady_step(job, 1) - 1
             instruments = instruments_for(trainer)
             with instruments.counting():
                 trainer.step(_batches(job, micro_batches))

@@ -69,29 +69,31 @@ class DeepGradientCompression:
         self.memories, self.sparsity, self.momentum = memories, sparsity, momentum
         self.masking, self.warmup_steps = masking, warmup_steps
         self.step = 0
-        self.scale = 1.0
-        """What this step's gradients are multiplied by before anything else: local clipping."""
 
     def begin(self, step: int) -> None:
         """A step (from 0) starts."""
-        self.step, self.scale = step, 1.0
+        self.step = step
 
     def prepare(
         self, name: str, level: str, start: int, like: Tensor, group: dist.ProcessGroup, spans: Sequence[Span]
     ) -> None:
         """See ``TwoStage.prepare``."""
         self.memories.make(name, level, "residual", start, like)
-        if self.momentum:
+        # What comes out of a sum that was compressed has its momentum already.
+        if self.momentum and not (level == "copy" and self.memories.find(name, "shard", "residual")):
             self.memories.make(name, level, "velocity", start, like)
 
     def choose(self, name: str, level: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """Indices (int32, ``[k]``) and values of what travels of ``values`` (``[n]``, used up) and of what waited."""
         waiting = self.memories.get(name, level, "residual").update()
-        if self.scale != 1.0:
-            values.mul_(self.scale)
         velocity = self.memories.find(name, level, "velocity")
         if velocity is not None:
-            values = velocity.update().mul_(self.momentum).add_(values)
+            first = not velocity.changed
+            moving = velocity.update()
+            if first:  # of the step; ZeRO-2 and 3 come once for every micro-batch
+                moving.mul_(self.momentum)
+                waiting.add_(moving)
+            moving.add_(values)
         waiting.add_(values)
         count = kept_count(waiting.numel(), sparsity_at(self.step, self.sparsity, self.warmup_steps))
         chosen = waiting.abs().topk(count, sorted=False).indices
@@ -107,11 +109,12 @@ class DeepGradientCompression:
         gathered = payload.new_empty((group.size(), payload.numel()))
         yield handle_of(all_gather(gathered, payload, group, asynchronous=True))
         count = output.numel()
-        output.zero_()
+        total = output.new_zeros(count + 1)  # what is other ranks' goes behind the end
         for indices, chosen in self._elements(gathered, output.dtype):
             mine = indices - group.rank() * count
             inside = (mine >= 0) & (mine < count)
-            output.index_add_(0, mine[inside], chosen[inside])
+            total.index_add_(0, torch.where(inside, mine, count), torch.where(inside, chosen, 0.0))
+        output.copy_(total[:count])
 
     def sum(self, name: str, level: str, values: Tensor, group: dist.ProcessGroup) -> Operations:
         """Sum ``values`` over the group in place, added in rank order, the same bits on every rank."""

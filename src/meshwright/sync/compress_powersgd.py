@@ -136,6 +136,9 @@ class PowerSgd:
         basis = self.memories.get(name, level, "basis").update()
         right = torch.split(basis, [matrix.columns * matrix.rank for matrix in plan.matrices])
         bases = [part.view(matrix.columns, matrix.rank) for part, matrix in zip(right, plan.matrices, strict=True)]
+        for base in bases:
+            # The same space; but of the product with the last step's Q, small directions would be lost to rounding.
+            base.copy_(torch.linalg.qr(base).Q)
         first = torch.cat(
             [(matrix.of(values) @ base).view(-1) for matrix, base in zip(plan.matrices, bases, strict=True)]
             + [values[low:high] for low, high in plan.dense]

@@ -3,7 +3,7 @@
 Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NeurIPS 2017. In a block
 ``v`` of d numbers, with s levels:
 
-    Q(v_i) = |v|_2 sign(v_i) xi_i / s          a = s |v_i| / |v|_2,  xi_i = floor(a), or with probability a - floor(a) 1 more
+    Q(v_i) = |v|_2 sign(v_i) xi_i / s          a = s |v_i| / |v|_2,  xi_i = floor(a), or 1 more with chance a - floor(a)
     E Q(v) = v          E |Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2
 
 A level and its sign take ``bits`` bits: s = 2^(bits-1) - 1, that is 1, 7 or 127. Nothing is fed back: the error has

@@ -14,6 +14,7 @@ on gradients is spent again; ``only_slow`` keeps a residual of this rank's chunk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -146,3 +147,36 @@ class CompressedReducer:
     def state(self) -> dict[str, Tensor]:
         """See ``Reducer.state``."""
         return {f"{memory.buffer}/{memory.level}/{memory.what}": memory.kept for memory in self.memories}
+
+
+class ClippingReducer(CompressedReducer):
+    """Deep gradient compression with local clipping: nothing is sent before all of this rank's gradients are there.
+
+    Args:
+        limit: of the length of the sum; each of N ranks holds its own below ``limit / sqrt(N)``.
+    """
+
+    def __init__(
+        self,
+        method: GroupSum,
+        memories: Memories,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        only_slow: bool,
+        limit: float,
+    ) -> None:
+        super().__init__(method, memories, dtype=dtype, device=device, only_slow=only_slow)
+        self._limit, self._ranks = limit, 1
+
+    def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
+        """See ``Reducer.prepare``."""
+        self._ranks = copies.degree
+        super().prepare(name, size, spans, copies)
+
+    def ready(self, gradients: Sequence[Tensor]) -> None:
+        """All buffers of the step are full: scale them down if they are too long together."""
+        limit = self._limit / math.sqrt(self._ranks)
+        length = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        if length > limit:
+            torch._foreach_mul_(list(gradients), limit / length)

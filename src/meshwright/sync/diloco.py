@@ -50,6 +50,8 @@ class _Fragment:
     take_at: int
     """Steps into a period after which the sum is taken in."""
     tokens: int = 0
+    early: bool = False
+    """Its sum was taken in before its time, for a checkpoint; not again in this period."""
     under_way: tuple[Exchange, Tensor] | None = None
 
 
@@ -104,9 +106,11 @@ class DiLoCo:
                 continue
             if into == fragment.send_at:
                 self._send(fragment)
-            if into == fragment.take_at or last:
+            if (into == fragment.take_at and not fragment.early) or last:
                 self._take(fragment)
                 met = True
+            if into == fragment.take_at:
+                fragment.early = False
         return met
 
     def _send(self, fragment: _Fragment) -> None:
@@ -132,24 +136,34 @@ class DiLoCo:
         """The shared model."""
         return [part for fragment in self._fragments for part in fragment.flat.parts(fragment.shared)]
 
-    def settle(self) -> None:
-        """Take in what is on its way, early: a checkpoint holds nothing that travels."""
+    def settle(self) -> bool:
+        """Take in what is on its way, early: a checkpoint holds nothing that travels. Whether anything was."""
+        travelling = [fragment for fragment in self._fragments if fragment.under_way is not None]
+        for fragment in travelling:
+            self._take(fragment)
+            fragment.early = True
+        return bool(travelling)
+
+    def restart(self) -> None:
+        """The shared model starts from the replica's parameters, without momentum."""
         for fragment in self._fragments:
-            if fragment.under_way is not None:
-                self._take(fragment)
+            fragment.shared.copy_(fragment.flat.gather())
+            fragment.buffer.zero_()
+            fragment.tokens, fragment.under_way, fragment.early = 0, None, False
 
     def state(self) -> dict[str, list[Tensor]]:
         """The outer momentum (the shared model is what a checkpoint calls the parameters)."""
-        return {
-            "center": self.model(),
-            "outer_momentum": [part for each in self._fragments for part in each.flat.parts(each.buffer)],
-        }
+        return {"outer_momentum": [part for each in self._fragments for part in each.flat.parts(each.buffer)]}
+
+    def memory(self) -> list[Tensor]:
+        """Long-lived tensors beside the parameters."""
+        return [tensor for each in self._fragments for tensor in (each.shared, each.buffer)]
 
     def counters(self) -> list[int]:
-        """Tokens of each fragment since its last meeting."""
-        return [fragment.tokens for fragment in self._fragments]
+        """Of each fragment: tokens since its last meeting, and whether that came before its time."""
+        return [number for each in self._fragments for number in (each.tokens, int(each.early))]
 
     def resume(self, counters: Sequence[int]) -> None:
         """Take back ``counters`` and ``state``."""
-        for fragment, tokens in zip(self._fragments, counters, strict=True):
-            fragment.tokens = tokens
+        for fragment, tokens, early in zip(self._fragments, counters[::2], counters[1::2], strict=True):
+            fragment.tokens, fragment.early = tokens, bool(early)

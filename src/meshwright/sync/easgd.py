@@ -59,12 +59,21 @@ class Easgd:
         """The center."""
         return self._flat.parts(self._center)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Nothing is ever on its way."""
+        return False
+
+    def restart(self) -> None:
+        """The center starts from the replica's parameters."""
+        self._center.copy_(self._flat.gather())
 
     def state(self) -> dict[str, list[Tensor]]:
         """The center is the model; there is nothing besides."""
-        return {"center": self.model()}
+        return {}
+
+    def memory(self) -> list[Tensor]:
+        """Long-lived tensors beside the parameters."""
+        return [self._center]
 
     def counters(self) -> list[int]:
         """None are kept."""

@@ -41,9 +41,12 @@ class LocalSgd:
     def __init__(self, values: Sequence[Tensor], levels: Sequence[Level], moments: Sequence[Tensor] = ()) -> None:
         self._values, self._averaged = list(values), [*values, *moments]
         self.levels = list(levels)
+        self._moved = False
+        """Whether replicas may differ."""
 
     def count(self, tokens: int) -> None:
         """This replica has trained on ``tokens`` valid tokens more."""
+        self._moved = True
         for level in self.levels:
             level.tokens += tokens
 
@@ -56,6 +59,7 @@ class LocalSgd:
         self._average(self._averaged, largest)
         for level in self.levels[: self.levels.index(largest) + 1]:
             level.tokens = 0
+        self._moved = largest is not self.levels[-1]
         return True
 
     def _average(self, tensors: Sequence[Tensor], level: Level) -> None:
@@ -72,15 +76,28 @@ class LocalSgd:
 
     def model(self) -> list[Tensor]:
         """The model that the replicas stand for now: the mean of all; every rank takes part. Changes nothing."""
+        if not self._moved:
+            return list(self._values)
         flat = Flat(self._values, 1)
         return flat.parts(self._mean(flat, self.levels[-1])) if flat.count else []
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Nothing is ever on its way."""
+        return False
+
+    def restart(self) -> None:
+        """Replicas start alike."""
+        self._moved = False
+        for level in self.levels:
+            level.tokens = 0
 
     def state(self) -> dict[str, list[Tensor]]:
         """What all replicas share besides their parameters: nothing."""
         return {}
+
+    def memory(self) -> list[Tensor]:
+        """Long-lived tensors beside the parameters."""
+        return []
 
     def counters(self) -> list[int]:
         """Tokens since the last meetings."""
@@ -88,5 +105,6 @@ class LocalSgd:
 
     def resume(self, counters: Sequence[int]) -> None:
         """Take back ``counters`` and ``state``."""
+        self._moved = True
         for level, tokens in zip(self.levels, counters, strict=True):
             level.tokens = tokens

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import apart
 from meshwright.model.cross_entropy import DEVICE_CHUNK_ELEMENTS
 from meshwright.model.initialise import initialise
 from meshwright.model.partition import Partition
@@ -97,6 +98,7 @@ def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False)
         deterministic=job.train.deterministic,
         tied_apart=job.model_spec.tied and layout.stage_count > 1,
         reducer=make_reducer(job, mesh),
+        apart=apart(job),
     )
     after: list[Callable[[list[Owned]], None]] = []
     if layout.tp > 1:

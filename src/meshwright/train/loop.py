@@ -19,6 +19,7 @@ from meshwright.data.loader import Loader
 from meshwright.errors import TrainingStopped
 from meshwright.files import replace_text
 from meshwright.job.job import Job
+from meshwright.job.steady import steady_step
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
 from meshwright.train.background_save import BackgroundSaver
@@ -124,7 +125,8 @@ class TrainingLoop:
 
     def _ledger_step(self) -> int:
         """The step to count (the next is timed), early enough that a short run records two."""
-        return min(self.start + self.job.observe.ledger_step, max(self.start + 1, self.job.train.steps - 1))
+        wanted = steady_step(self.job, self.start + self.job.observe.ledger_step)
+        return min(wanted, max(self.start + 1, self.job.train.steps - 1))
 
     def _one_step(self) -> StepReport:
         started = time.monotonic()
@@ -172,11 +174,12 @@ class TrainingLoop:
         None too when a rank is asked to stop meanwhile: the next step ends the run on all of them.
         """
         total, tokens = 0.0, 0
-        for batches in self.loader.validation():
-            loss, valid, stop = self.trainer.evaluate(batches)
-            if stop:
-                return None
-            total, tokens = total + loss, tokens + valid
+        with self.trainer.shared_model():
+            for batches in self.loader.validation():
+                loss, valid, stop = self.trainer.evaluate(batches)
+                if stop:
+                    return None
+                total, tokens = total + loss, tokens + valid
         return total / tokens if tokens else None
 
     def _maybe_save(self) -> None:

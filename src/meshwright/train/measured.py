@@ -22,6 +22,7 @@ def instruments_for(trainer: Trainer) -> Instruments:
     instruments.register(trainer.data_parallel.gradient_buffers(), "gradients")
     moments = trainer.optimizer.state().values()
     instruments.register([tensor for tensors in moments for tensor in tensors], "optimizer")
+    instruments.register(trainer.sync_memory(), "optimizer")
     return instruments
 
 

@@ -8,6 +8,7 @@ the same bits wherever the cuts are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -101,6 +102,10 @@ class AdamW:
 
     def __init__(self, owned: Sequence[Owned], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.steps = 0
+        self.variance_steps = 0
+        """Updates that moved the second moments, which is all of them unless some were frozen."""
+        self.frozen_variance = False
+        """The next update leaves the second moments as they are (1-bit Adam)."""
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._first = [torch.zeros_like(piece.master) for piece in owned]
         self._second = [torch.zeros_like(piece.master) for piece in owned]
@@ -114,6 +119,10 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         """One update; bias correction counts from 1."""
         self.steps += 1
+        self.variance_steps += not self.frozen_variance
+        if self.variance_steps < self.steps:
+            self._apart_step(learning_rate)
+            return
         for weight_decay, run in self._runs:
             values, gradients, first, second = run.lists()
             count = torch.tensor(float(self.steps), device=values[0].device)
@@ -122,6 +131,25 @@ class AdamW:
                 lr=learning_rate, beta1=self._betas[0], beta2=self._betas[1], weight_decay=weight_decay,
                 eps=self._eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
             )  # fmt: skip
+            run.scatter()
+
+    def _apart_step(self, learning_rate: float) -> None:
+        """The same where not every update moves the second moments; their bias correction counts those that do."""
+        beta1, beta2 = self._betas
+        rate = learning_rate / (1.0 - beta1**self.steps)
+        correction = math.sqrt(1.0 - beta2**self.variance_steps)
+        for weight_decay, run in self._runs:
+            values, gradients, first, second = run.lists()
+            if weight_decay:
+                torch._foreach_mul_(values, 1.0 - learning_rate * weight_decay)
+            torch._foreach_lerp_(first, gradients, 1.0 - beta1)
+            if not self.frozen_variance:
+                torch._foreach_mul_(second, beta2)
+                torch._foreach_addcmul_(second, gradients, gradients, value=1.0 - beta2)
+            roots = torch._foreach_sqrt(second)
+            torch._foreach_div_(roots, correction)
+            torch._foreach_add_(roots, self._eps)
+            torch._foreach_addcdiv_(values, first, roots, value=-rate)
             run.scatter()
 
     def state(self) -> dict[str, list[Tensor]]:

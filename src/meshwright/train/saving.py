@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshwright.job.job import Job
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.train.placement import placements, segments_of
+from meshwright.train.sync_state import SyncState
 from meshwright.train.trainer import Trainer
 
 FOLDER = CHECKPOINTS
@@ -43,6 +44,7 @@ class Saver:
         self.trainer, self.loader, self.folder = trainer, loader, run_dir / FOLDER
         self.world = GroupWorld(trainer.mesh.group("world"))
         self.disk = Disk()
+        self.sync = SyncState(trainer)
         self._writes = 0
         self.saved_step = 0
         self.passed_over: list[str] = []
@@ -61,7 +63,13 @@ class Saver:
 
     def counted_tensors(self) -> list[PlacedTensor]:
         """The tensors that this rank speaks for, always in the same order."""
-        return self.tensors(index for index, piece in enumerate(self.trainer.owned) if piece.counted)
+        counted = [index for index, piece in enumerate(self.trainer.owned) if piece.counted]
+        apart = self.trainer.apart
+        if apart is None:
+            return self.tensors(counted) + self.sync.tensors()
+        apart.settle()
+        model = apart.model()  # of all replicas together, so every rank asks for it
+        return (self.tensors(counted, model) if apart.replica == 0 else []) + self.sync.tensors()
 
     def write(self, step: int, tensors: list[PlacedTensor], state: Mapping[str, Any], world: World) -> Path:
         """Write these tensors as the state after ``step``; all ranks of ``world`` together."""
@@ -124,6 +132,7 @@ class Saver:
         trainer.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         if self.loader is not None:
             self.loader.resume(manifest.step, int(state["cursor"]))
+        self.sync.restore(path, manifest, self.world)
         trainer.data_parallel.publish()
         self.saved_step = manifest.step
 
@@ -140,6 +149,7 @@ class Saver:
     def scalars(self) -> dict[str, Any]:
         """What comes back besides tensors."""
         trainer = self.trainer
+        extra = {"sync": self.sync.scalars()} if self.sync.used else {}
         return {
             "cursor": self.loader.cursor(trainer.step_number) if self.loader else 0,
             "seed": trainer.job.train.seed,
@@ -147,15 +157,16 @@ class Saver:
             "optimizer_steps": trainer.optimizer.steps,
             "loss_scale": trainer.loss_scale.value,
             "loss_scale_good_steps": trainer.loss_scale.good_steps,
+            **extra,
         }
 
-    def tensors(self, indices: Any) -> list[PlacedTensor]:
-        """Masters and optimizer state of the owned ranges with these numbers."""
+    def tensors(self, indices: Any, values: Sequence[Tensor] | None = None) -> list[PlacedTensor]:
+        """Masters (or ``values`` in their place) and optimizer state of the owned ranges with these numbers."""
         state = self.trainer.optimizer.state()
         result = []
         for index in indices:
             piece = self.trainer.owned[index]
-            result += self._placed(piece, piece.master, "parameter")
+            result += self._placed(piece, piece.master if values is None else values[index], "parameter")
             for role, tensors in state.items():
                 result += self._placed(piece, tensors[index], role)  # type: ignore[arg-type]
         return result

@@ -6,13 +6,17 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import apart
 from meshwright.parallel.reducing import DirectReducer, Reducer
 from meshwright.sync.all_reduce import Algorithm, make_algorithm
 from meshwright.sync.reducer import AlgorithmReducer
+from meshwright.train.compressing import make_compressed
 
 
 def make_reducer(job: Job, mesh: Mesh) -> Reducer:
     """How gradients are summed over the dp ranks."""
+    if job.sync.compression != "none" and not apart(job):
+        return make_compressed(job, mesh)
     sync = job.sync
     if sync.algorithm in ("auto", "direct"):
         return DirectReducer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,11 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import phase
 from meshwright.data.batch import Batch
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import apart
 from meshwright.model.dropout import Randomness
+from meshwright.train.apart import Apart
 from meshwright.train.build import Built, build
+from meshwright.train.compressing import make_compressing, optimizer_momentum
 from meshwright.train.executor import Executor, LoopExecutor
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.loss_scale import LossScale
@@ -62,9 +66,11 @@ class Trainer:
             name=optimizer.name,
             betas=optimizer.betas,
             eps=optimizer.eps,
-            momentum=optimizer.momentum,
+            momentum=optimizer_momentum(job),
             weight_decay=optimizer.weight_decay,
         )
+        self.apart = Apart(job, mesh, self.owned, self.optimizer, self.data_parallel) if apart(job) else None
+        self.compressing = make_compressing(job, self.data_parallel, self.optimizer)
         self.executor: Executor = built.pipeline or LoopExecutor(next(iter(self.stages.values())), self.data_parallel)
         precision = job.precision
         half = precision.dtype == "float16"
@@ -75,6 +81,8 @@ class Trainer:
         )
         self.step_number = 0
         self.stop_wanted = False
+        self._valid_of_replica = 0
+        self._limit = job.optimizer.clip_norm
         self._counts_loss = mesh.coordinate("tp") == 0
 
     def step(self, batches: list[Batch]) -> StepReport:
@@ -83,23 +91,33 @@ class Trainer:
         Every rank of the mesh must call it with the same number of micro-batches.
         """
         valid = self.count_valid(batches)
-        divisor = max(valid, 1) / self.loss_scale.value
+        mine = self._valid_of_replica if self.apart is not None else valid
+        divisor = max(mine, 1) / self.loss_scale.value
         self.data_parallel.begin_step()
+        if self.compressing is not None:
+            self.compressing.begin(self.step_number)
         self._set_randomness()
         losses = self.executor.run(batches, divisor)
         with phase("reduce"):
             self.data_parallel.finish_gradients()
             for action in self.after_reduction:
                 action(self.owned)
-        loss, norm, stop = self._agree(losses)
+            if self.apart is not None and self.apart.synchronous(self.step_number):
+                self.apart.sum_gradients(mine / max(valid, 1))
+        loss, norm, own_norm, stop = self._agree(losses, mine / max(valid, 1))
         scale = self.loss_scale.value
-        loss, norm = loss / scale, norm / scale
+        loss, norm, own_norm = loss / scale, norm / scale, own_norm / scale
         finite = math.isfinite(norm) and math.isfinite(loss)
         rate = self.learning_rate(self.step_number)
         if finite:
-            self._update(rate, clip_coefficient(norm, self.job.optimizer.clip_norm) / scale)
+            limit = None if self.compressing is not None and self.compressing.clips_locally else self._limit
+            self._update(rate, clip_coefficient(own_norm, limit) / scale)
+        if self.compressing is not None:
+            self.compressing.settle(finite)
         self.loss_scale.update(finite=finite)
         self.step_number += 1
+        if finite and self.apart is not None:
+            self.apart.after(self.step_number, mine)
         return StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
 
     def evaluate(self, batches: list[Batch]) -> tuple[float, int, bool]:
@@ -111,13 +129,26 @@ class Trainer:
             all_reduce(vector, self.mesh.group("world"))
         return _ordered_sum(vector[1:]), self.count_valid(batches), bool(vector[0] > 0)
 
+    def sync_memory(self) -> list[Tensor]:
+        """What compression and replicas that train apart keep from step to step."""
+        memories = [] if self.compressing is None else [*self.compressing.reducer.memories]
+        held = [tensor for memory in memories for tensor in (memory.kept, memory.spare)]
+        return held if self.apart is None else [*held, *self.apart.memory()]
+
+    def shared_model(self) -> AbstractContextManager[None]:
+        """Inside, parameters are what is validated: those that all replicas stand for, where they train apart."""
+        return nullcontext() if self.apart is None else self.apart.shared_model()
+
     def count_valid(self, batches: list[Batch]) -> int:
         """Valid target tokens of the global batch: the one denominator of the step."""
-        count = torch.tensor([sum(batch.valid_tokens for batch in batches)], dtype=torch.int64, device=self.device)
+        replicas, replica = (1, 0) if self.apart is None else (self.apart.replicas, self.apart.replica)
+        count = torch.zeros(replicas, dtype=torch.int64, device=self.device)
+        count[replica] = sum(batch.valid_tokens for batch in batches)
         if self.mesh.degree("dp") > 1:
             with phase("batch"):
                 all_reduce(count, self.mesh.group("dp"))
-        return int(count.item())
+        self._valid_of_replica = int(count[replica].item())
+        return int(count.sum().item())
 
     def learning_rate(self, step: int) -> float:
         """The rate that step ``step`` (from 0) uses."""
@@ -156,9 +187,15 @@ class Trainer:
                     slots[index * dp + rank] = loss.double()
         return slots
 
-    def _agree(self, losses: list[Tensor | None]) -> tuple[float, float, bool]:
-        """Loss, gradient norm (both still scaled) and the wish to stop, agreed by all ranks in one exchange."""
+    def _agree(self, losses: list[Tensor | None], share: float) -> tuple[float, float, float, bool]:
+        """Loss, gradient norm (both still scaled) and the wish to stop, agreed by all ranks in one exchange.
+
+        Where replicas train apart (``share``: of all valid tokens, in this one), the norm is the root of the mean of
+        their squares by tokens; the third number is this replica's own.
+        """
         slots = self._loss_slots(losses)
+        if self.apart is not None:
+            return self._agree_apart(slots.mul_(share), share, self.apart)
         if self.job.train.deterministic:
             squares: tuple[float, ...] = self._order_free_squares()
         else:
@@ -170,7 +207,20 @@ class Trainer:
                 all_reduce(vector, self.mesh.group("world"))
         stop = bool(vector[0] > 0)
         norm = math.sqrt(total) if (total := float(vector[1 : head.numel()].sum())) >= 0 else math.nan
-        return _ordered_sum(vector[head.numel() :]), norm, stop
+        return _ordered_sum(vector[head.numel() :]), norm, norm, stop
+
+    def _agree_apart(self, slots: Tensor, share: float, apart: Apart) -> tuple[float, float, float, bool]:
+        squares = torch.zeros(apart.replicas, dtype=torch.float64, device=self.device)
+        squares[apart.replica] = local_square_sum(self.owned) * share
+        head = torch.tensor([float(self.stop_wanted)], dtype=torch.float64, device=self.device)
+        vector = torch.cat([head, squares, slots])
+        with phase("metrics"):
+            all_reduce(vector, self.mesh.group("world"))
+        weighted = vector[1 : 1 + apart.replicas]
+        total, own = float(weighted.sum()), float(weighted[apart.replica])
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        own_norm = math.sqrt(own / share) if share > 0 and own >= 0 else 0.0
+        return _ordered_sum(vector[1 + apart.replicas :]), norm, own_norm, bool(vector[0] > 0)
 
     def _order_free_squares(self) -> tuple[float, float]:
         peak = torch.tensor([local_peak(self.owned)], dtype=torch.float64, device=self.device)

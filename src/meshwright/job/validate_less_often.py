@@ -1,0 +1,127 @@
+"""The rules of replicas that train apart with the rest of a job, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.job.job import Job
+from meshwright.job.layout import Layout
+from meshwright.job.sentences import either
+from meshwright.job.sync_keys import CASTS, REPLICA_STRATEGIES, STRATEGY_KEYS
+
+_OUTER_COMPRESSION = ("none", "fp16", "bf16", "int8", "fp8", "sign")
+
+
+def apart(job: Job) -> bool:
+    """Whether the replicas of a job train apart."""
+    return job.sync.strategy in REPLICA_STRATEGIES
+
+
+def replica_ranks(layout: Layout) -> int:
+    """Data parallel ranks of one replica, where replicas train apart: ``shard``, or with zero=0 one."""
+    if layout.shard is not None:
+        return layout.shard
+    return layout.dp if layout.zero else 1
+
+
+def replica_count(layout: Layout) -> int:
+    """Replicas that train apart."""
+    return layout.dp // replica_ranks(layout)
+
+
+def less_often_problems(job: Job) -> Iterator[str]:
+    """Everything about replicas that train apart that does not fit the rest of a job whose layout is filled."""
+    yield from _unused_keys(job)
+    if not apart(job):
+        return
+    sync, layout = job.sync, job.layout
+    if layout.dp % replica_ranks(layout):
+        return  # said of the layout
+    if replica_count(layout) < 2:
+        yield (
+            f"sync.strategy: {sync.strategy} needs at least 2 replicas, but layout {layout} is one; use dp of at least "
+            "2, and with zero of at least 1 a shard below dp"
+        )
+        return
+    if job.train.deterministic:
+        yield (
+            f"sync.strategy: {sync.strategy} depends on dp, but train.deterministic=true promises bits that do not; "
+            "use strategy=all-reduce, or deterministic=false"
+        )
+    if sync.algorithm != "auto":
+        yield (
+            f"sync.strategy: {sync.strategy} meets by sums in rank order, so sync.algorithm={sync.algorithm} is not "
+            "used; use algorithm=auto"
+        )
+    yield from _local_problems(job)
+    yield from _outer_problems(job)
+    if sync.strategy == "easgd" and sync.elasticity is not None:
+        count = replica_count(layout)
+        if sync.elasticity * count > 1:
+            yield (
+                f"sync.elasticity: {sync.elasticity:g} x {count} replicas moves the center by more than the replicas "
+                f"brought; use at most {1 / count:g}"
+            )
+
+
+def _unused_keys(job: Job) -> Iterator[str]:
+    sync = job.sync
+    defaults = type(sync).model_fields
+    for key, strategies in STRATEGY_KEYS.items():
+        value = getattr(sync, key)
+        if key in sync.model_fields_set and sync.strategy not in strategies and value != defaults[key].default:
+            yield (
+                f"sync.{key}: {value} is not used by sync.strategy={sync.strategy}; leave it out, or use "
+                f"strategy={' or '.join(strategies)}"
+            )
+
+
+def _local_problems(job: Job) -> Iterator[str]:
+    sync, count = job.sync, replica_count(job.layout)
+    if sync.strategy != "local":
+        return
+    if (sync.group_size is None) != (sync.group_period is None):
+        missing = "group_period" if sync.group_period is None else "group_size"
+        yield f"sync.{missing} is missing: group_size and group_period go together; give both, or neither"
+    elif sync.group_size is not None and sync.group_period is not None:
+        legal = [size for size in range(2, count) if count % size == 0]
+        if sync.group_size not in legal:
+            use = f"use {either(legal)}" if legal else "leave it out"
+            yield f"sync.group_size: {sync.group_size} does not cut {count} replicas into groups of several; {use}"
+        if sync.period % sync.group_period or sync.group_period == sync.period:
+            yield (
+                f"sync.group_period: {sync.group_period} is no part of sync.period={sync.period}; "
+                "use a divisor below it"
+            )
+
+
+def _outer_problems(job: Job) -> Iterator[str]:
+    sync, layout = job.sync, job.layout
+    kind = sync.compression
+    if sync.strategy != "diloco":
+        if kind != "none":
+            yield (
+                f"sync.compression: {kind} does not go with strategy={sync.strategy}, which sends parameters and no "
+                "gradients; use compression=none, or strategy=diloco"
+            )
+        return
+    if kind not in _OUTER_COMPRESSION:
+        yield (
+            f"sync.compression: {kind} is not made for outer gradients (strategy=diloco); use "
+            f"{', '.join(_OUTER_COMPRESSION[:-1])} or {_OUTER_COMPRESSION[-1]}"
+        )
+    elif kind not in ("none", *CASTS) and (layout.tp > 1 or (job.model_spec.tied and layout.stage_count > 1)):
+        yield (
+            f"sync.compression: {kind} scales by blocks, in which copies of one parameter on ranks of layout {layout} "
+            "would become different; use fp16, bf16 or none"
+        )
+    if sync.compression_level != "all" or sync.compression_warmup_steps:
+        yield "sync.compression_level and compression_warmup_steps are not used by strategy=diloco; leave them out"
+    if sync.period % sync.fragments:
+        yield f"sync.fragments: {sync.fragments} does not divide sync.period={sync.period}; use a divisor of it"
+    elif sync.overlap >= sync.period // sync.fragments:
+        most = sync.period // sync.fragments - 1
+        yield (
+            f"sync.overlap: {sync.overlap} steps are not below the {most + 1} between two meetings "
+            f"(period={sync.period} / fragments={sync.fragments}); use at most {most}"
+        )

@@ -1,0 +1,286 @@
+"""What synchronisation must find again after a restart: residuals of compression, and replicas that train apart.
+
+In a checkpoint these stand beside parameters and moments under the role ``sync``, which nothing else looks at:
+
+    residual/dp1.tp0.pp0/copy/layers.0.mlp.up.weight@0,0      what rank 1 had not sent of a box of a parameter
+    rest/dp1.tp0.pp0/...                                      the same of padding, which no parameter stands for
+    basis/dp1.tp0.pp0/...                                     PowerSGD's
+    replica1/parameter/layers.0.mlp.up.weight                 what replica 1 had made of it, and its moments
+    outer_momentum/layers.0.mlp.up.weight                     DiLoCo's
+
+Under the same layout and [sync] every rank takes back its own, and the run goes on bit for bit. Under another one:
+
+* residuals and velocities: what all ranks together had not sent is kept. The new ranks take equal shares of the sum, so
+  ``sent + waiting`` is what it was. A run that goes on without compression drops them.
+* 1-bit Adam's momentum is the optimizer's; PowerSGD starts from new bases.
+* replicas all start from the shared model, with the moments of replica 0; outer momentum is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.boxes import inside, intersection
+from meshwright.checkpoint.load import load, read_box, read_tensor
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.placed import PlacedTensor, Role, whole
+from meshwright.checkpoint.world import World
+from meshwright.comm.copies import Span
+from meshwright.parallel.owned import Owned
+from meshwright.parallel.tied import tied_copies
+from meshwright.sync.compressed import CompressedReducer
+from meshwright.sync.memory import Memories, Memory
+from meshwright.train.apart import Apart
+from meshwright.train.optimizer import AdamW
+from meshwright.train.placement import placements, segments_of
+from meshwright.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of a memory that stands for a box of a named parameter."""
+
+    physical: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """First element in the memory."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{','.join(map(str, self.offsets))}"
+
+
+Saved = dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]]
+"""By what it is and full name: keys and offsets of the boxes that ranks saved."""
+
+
+class SyncState:
+    """The state of one trainer's synchronisation, as placed tensors and as scalars."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        mesh = trainer.mesh
+        self._place = f"dp{mesh.coordinate('dp')}.tp{mesh.coordinate('tp')}.pp{mesh.coordinate('pp')}"
+        self._boxes: dict[int, list[_Box]] = {}
+        self._rests: dict[int, Tensor] = {}
+
+    # -- saving -------------------------------------------------------------------------------------
+
+    def description(self) -> dict[str, Any]:
+        """What has to be the same for every rank to find its own."""
+        job = self._trainer.job
+        return {
+            "layout": str(job.layout),
+            "sync": job.sync.model_dump(mode="json"),
+            "bucket_bytes": job.memory.bucket_bytes,
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """What comes back besides tensors; every replica is at the same counts, but for its tokens."""
+        optimizer = self._trainer.optimizer
+        found: dict[str, Any] = {"description": self.description()}
+        if isinstance(optimizer, AdamW):
+            found["variance_steps"] = optimizer.variance_steps
+        return found
+
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to remember."""
+        return self._trainer.compressing is not None or self._trainer.apart is not None
+
+    def tensors(self, *, counted: bool = True) -> list[PlacedTensor]:
+        """Everything of this rank, in a fixed order; ``counted``: of parameters what it speaks for in its replica."""
+        reducer, apart = self._reducer(), self._trainer.apart
+        found = [] if reducer is None else list(self._remembered(reducer.memories, reducer.spans))
+        if apart is not None:
+            found += self._outer_residuals(apart)
+            found += self._of_replica(apart, counted)
+            found.append(whole(f"tokens/{self._place}", torch.tensor(apart.strategy.counters() or [0]), "sync"))
+        return found
+
+    def _reducer(self) -> CompressedReducer | None:
+        compressing = self._trainer.compressing
+        return None if compressing is None else compressing.reducer
+
+    def _remembered(self, memories: Memories, spans: dict[str, tuple[Span, ...]]) -> Iterator[PlacedTensor]:
+        for memory in memories:
+            where = f"{self._place}/{memory.level}/"
+            if memory.what == "basis":
+                if memory.kept.numel():
+                    yield whole(f"basis/{where}{memory.buffer}", memory.kept, "sync")
+                continue
+            for box in self._boxes_of(memory, spans[memory.buffer]):
+                part = memory.kept[box.start : box.stop].view(box.sizes)
+                yield whole(f"{memory.what}/{where}{box.label}", part, "sync")
+            rest = self._rest_of(memory, spans[memory.buffer])
+            if rest.numel():
+                yield whole(f"rest/{where}{memory.what}/{memory.buffer}", memory.kept[rest], "sync")
+
+    def _outer_residuals(self, apart: Apart) -> list[PlacedTensor]:
+        return [
+            whole(f"outer/{self._place}/{memory.level}/{memory.buffer}", memory.kept, "sync")
+            for memory in apart.memories
+            if memory.kept.numel()
+        ]
+
+    def _of_replica(self, apart: Apart, counted: bool) -> Iterator[PlacedTensor]:
+        moments = self._trainer.optimizer.state()
+        shared = apart.strategy.state() if apart.replica == 0 or not counted else {}
+        for index, piece in enumerate(self._trainer.owned):
+            if counted and not piece.counted:
+                continue
+            mine = {"parameter": piece.master, **{role: tensors[index] for role, tensors in moments.items()}}
+            for role, tensor in mine.items():
+                yield from self._placed(piece, tensor, f"replica{apart.replica}/{role}")
+            for role, tensors in shared.items():
+                yield from self._placed(piece, tensors[index], role)
+
+    def _placed(self, piece: Owned, flat: Tensor, prefix: str) -> Iterator[PlacedTensor]:
+        for place in placements(piece, segments_of(self._trainer.stages, piece.parameter)):
+            name, part = f"{prefix}/{place.name}", flat[place.start : place.stop]
+            yield PlacedTensor(name, place.shape, place.offsets, place.sizes, part, "sync")
+
+    def _boxes_of(self, memory: Memory, spans: Sequence[Span]) -> list[_Box]:
+        """The named boxes that a memory stands for; padding is in none."""
+        if id(memory) not in self._boxes:
+            self._boxes[id(memory)] = list(self._find_boxes(memory, spans))
+        return self._boxes[id(memory)]
+
+    def _find_boxes(self, memory: Memory, spans: Sequence[Span]) -> Iterator[_Box]:
+        seen: dict[str, int] = {}
+        for span in spans:
+            size = math.prod(span.shape)
+            before = seen.get(span.name, 0)  # a parameter comes in as many parts as it has shards
+            seen[span.name] = before + size
+            low, high = max(span.start, memory.start), min(span.start + size, memory.start + memory.kept.numel())
+            if low >= high:
+                continue
+            part = memory.kept[low - memory.start : high - memory.start]
+            piece = Owned(span.name, before + low - span.start, part, part, False, False, False)
+            for place in placements(piece, segments_of(self._trainer.stages, span.name)):
+                yield _Box(span.name, place.name, place.offsets, place.sizes, low - memory.start + place.start)
+
+    def _rest_of(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
+        """Indices of the elements that are in no box."""
+        if id(memory) not in self._rests:
+            covered = torch.zeros(memory.kept.numel(), dtype=torch.bool)
+            for box in self._boxes_of(memory, spans):
+                covered[box.start : box.stop] = True
+            self._rests[id(memory)] = (~covered).nonzero().view(-1).to(memory.kept.device)
+        return self._rests[id(memory)]
+
+    # -- restoring ----------------------------------------------------------------------------------
+
+    def restore(self, path: Path, manifest: Manifest, world: World) -> None:
+        """Take back what a checkpoint holds, after parameters and moments have been loaded."""
+        saved = manifest.state.get("sync") or {}
+        optimizer = self._trainer.optimizer
+        if isinstance(optimizer, AdamW):
+            optimizer.variance_steps = int(saved.get("variance_steps", optimizer.steps))
+        if self._trainer.apart is not None:
+            self._trainer.apart.strategy.restart()
+        if saved.get("description") == self.description():
+            self._restore_own(path, world)
+        elif self.used:
+            self._share_out(manifest)
+
+    def _restore_own(self, path: Path, world: World) -> None:
+        reducer, apart = self._reducer(), self._trainer.apart
+        if not self.used:
+            return
+        wanted = self.tensors(counted=False)
+        roles: tuple[Role, ...] = ("sync",)
+        load(path, wanted, roles=roles, world=world)
+        by_name = {box.name: box.tensor for box in wanted}
+        if reducer is not None:
+            for memory in reducer.memories:
+                if memory.what != "basis" and (rest := self._rest_of(memory, reducer.spans[memory.buffer])).numel():
+                    name = f"rest/{self._place}/{memory.level}/{memory.what}/{memory.buffer}"
+                    memory.kept[rest] = by_name[name]
+        if apart is not None:
+            apart.strategy.resume(by_name[f"tokens/{self._place}"].tolist())
+
+    def _share_out(self, manifest: Manifest) -> None:
+        """Under another layout or [sync]; see the module."""
+        reducer, apart = self._reducer(), self._trainer.apart
+        if reducer is not None:
+            saved = _index(manifest)
+            for memory in reducer.memories:
+                if memory.what in ("residual", "velocity") and memory.level != "back":
+                    self._take_share(manifest, saved, memory, reducer)
+                elif memory.what == "momentum":
+                    self._take_momentum(memory)
+        if apart is not None:
+            self._take_outer_momentum(manifest, apart)
+
+    def _take_share(self, manifest: Manifest, saved: Saved, memory: Memory, reducer: CompressedReducer) -> None:
+        """An equal share of what all ranks together held, of this memory's first level."""
+        if memory.level == "copy" and reducer.memories.find(memory.buffer, "shard", "residual"):
+            return  # the first of two sums takes all of it
+        trainer = self._trainer
+        layout = trainer.job.layout
+        shards = layout.shard_degree if layout.zero else 1
+        ranks = layout.dp // shards if memory.level == "copy" else layout.dp
+        tied_again = {tied_copies(layout)[1]} if trainer.job.model_spec.tied and layout.stage_count > 1 else set()
+        for box in self._boxes_of(memory, reducer.spans[memory.buffer]):
+            module = trainer.stages[int(box.physical.partition(":")[0].removeprefix("stage"))]
+            whole_on_tp = box.physical.partition(":")[2] in getattr(module, "tp_replicated", ())
+            if (whole_on_tp and trainer.mesh.coordinate("tp")) or box.physical in tied_again:
+                continue  # another rank speaks for it
+            total = _total(manifest, saved.get((memory.what, box.name), ()), box)
+            memory.kept[box.start : box.stop] = total.to(memory.kept).view(-1) / ranks
+
+    def _take_momentum(self, memory: Memory) -> None:
+        """1-bit Adam's momentum from the optimizer's: replicated, so each rank has all of it."""
+        trainer, reducer = self._trainer, self._reducer()
+        assert reducer is not None
+        moments = trainer.optimizer.state().get("exp_avg", [])
+        starts = {span.name: span.start for span in reducer.spans[memory.buffer]}
+        for piece, moment in zip(trainer.owned, moments, strict=True):
+            if piece.parameter in starts:
+                at = starts[piece.parameter] + piece.start - memory.start
+                memory.kept[at : at + piece.count] = moment
+
+    def _take_outer_momentum(self, manifest: Manifest, apart: Apart) -> None:
+        for role, tensors in apart.strategy.state().items():
+            for piece, tensor in zip(self._trainer.owned, tensors, strict=True):
+                for box in self._placed(piece, tensor, role):
+                    if box.key in manifest.tensors:
+                        box.boxed.copy_(read_box(manifest, box.name, box.offsets, box.sizes, "sync"))
+
+
+def _index(manifest: Manifest) -> Saved:
+    """The boxes of residuals and velocities in a checkpoint."""
+    found: Saved = {}
+    for key in manifest.tensors:
+        if not key.startswith(("sync/residual/", "sync/velocity/")):
+            continue
+        _, what, _place, _level, label = key.split("/", 4)
+        name, _, offsets = label.rpartition("@")
+        entry = (key.removeprefix("sync/"), tuple(int(text) for text in offsets.split(",") if text))
+        found.setdefault((what, name), []).append(entry)
+    return found
+
+
+def _total(manifest: Manifest, saved: Sequence[tuple[str, tuple[int, ...]]], wanted: _Box) -> Tensor:
+    """The sum over ranks, and over all sums, of what a checkpoint holds of one box of a parameter."""
+    total = torch.zeros(wanted.sizes, dtype=torch.float64)
+    for name, offsets in saved:
+        shared = intersection((offsets, manifest.tensors[f"sync/{name}"].shape), (wanted.offsets, wanted.sizes))
+        if shared is not None:
+            values = read_tensor(manifest, name, "sync")[inside(shared, offsets)]
+            total[inside(shared, wanted.offsets)] += values.double()
+    return total

@@ -1,0 +1,93 @@
+"""Compression and replicas that train apart in the three ledgers: predicted, traced and measured are the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshwright.job.job import Job, load_job
+from meshwright.job.layout_text import parse_layout
+from meshwright.job.steady import steady_step
+from meshwright.plan.predict import predict
+from meshwright.prove.check import proof_job
+from meshwright.prove.ledgers import hold_together, ranks_to_trace
+from meshwright.prove.matrix import Case
+from meshwright.prove.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dp=2 zero=2 micro_batch=2", {"compression": "powersgd", "compression_least_saving": 1.0}),
+    ("dp=2 micro_batch=2", {"compression": "dgc", "compression_sparsity": 0.99, "compression_warmup_steps": 2}),
+    ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 2, "compression": "int8"}),
+    ("dp=2 micro_batch=2", {"compression": "int8"}),
+    ("dp=2 zero=1 micro_batch=2", {"compression": "sign"}),
+    ("dp=2 zero=2 micro_batch=2", {"compression": "fp8"}),
+    ("dp=2 micro_batch=2", {"compression": "powersgd"}),
+    ("dp=2 zero=3 micro_batch=4", {"compression": "dgc"}),
+    ("dp=2 micro_batch=2", {"compression": "one-bit-adam", "compression_warmup_steps": 3}),
+    ("dp=2 micro_batch=2", {"compression": "zero-one-adam"}),
+    ("dp=2 micro_batch=4", {"compression": "qsgd"}),
+    ("dp=2 micro_batch=4", {"compression": "bf16"}),
+    ("dp=2 micro_batch=4", {"strategy": "local", "period": 2}),
+    ("dp=2 micro_batch=4", {"strategy": "easgd", "period": 2}),
+    ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 4, "fragments": 2}),
+    ("dp=4 shard=2 zero=1 micro_batch=2", {"compression": "int8"}),
+    ("dp=4 shard=2 zero=2 micro_batch=2", {"compression": "int8", "compression_level": "slow"}),
+    ("dp=4 shard=2 micro_batch=2", {"strategy": "local", "period": 2, "average": "state"}),
+    ("dp=4 shard=2 zero=3 micro_batch=2", {"strategy": "diloco", "period": 2}),
+    ("dp=2 tp=2 micro_batch=2", {"compression": "dgc"}),
+    ("dp=2 pp=2 micro_batch=2", {"compression": "sign"}),
+]
+UNMARKED = 2
+
+
+def job_of(text: str, sync: dict[str, Any]) -> Job:
+    job, layout = load_job("examples/quickstart.toml"), parse_layout(text)
+    plain = layout if layout.zero or layout.shard is None else layout.model_copy(update={"shard": None})
+    small = proof_job(job, Case(text, plain), "float32", "adamw")
+    return small.model_copy(update={"layout": layout, "sync": type(job.sync).model_validate(sync)})
+
+
+@pytest.mark.parametrize(
+    ("text", "sync"),
+    [
+        pytest.param(*case, id=f"{case[0]} {case[1]}", marks=[] if number < UNMARKED else [pytest.mark.all])
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_ledgers_agree(ranks: Ranks, text: str, sync: dict[str, Any]) -> None:
+    job = job_of(text, sync)
+    found = hold_together(ranks(job.layout.ranks), job, text, ranks_to_trace(job.layout))
+    assert [str(each) for each in found.differences if not each.agrees] == []
+
+
+def sent(sync: dict[str, Any]) -> int:
+    entry = predict(job_of("dp=2 micro_batch=4", sync), backend="gloo").ranks[0]
+    return sum(send.payload for send in entry.sends if send.phase == "reduce")
+
+
+def test_payloads_by_hand() -> None:
+    """Of a rank's gradients in one bucket and another: 4 bytes an element whole, one and a scale in 256 as int8."""
+    whole = sent({})  # reduce-scatter of n, all-gather of n / 2
+    elements = whole / 6
+    assert sent({"compression": "bf16"}) == pytest.approx(elements * (2 + 1))
+    assert sent({"compression": "int8"}) == pytest.approx(elements * (1 + 4 / 256) * 1.5, rel=1e-3)
+    assert sent({"compression": "sign"}) == pytest.approx(elements * (1 / 8 + 4 / 256) * 1.5, rel=1e-3)
+    assert sent({"compression": "dgc"}) == pytest.approx(elements * 8 / 1000, rel=1e-2)
+
+
+def test_the_recorded_step_is_a_steady_one() -> None:
+    steps = [
+        steady_step(job_of("dp=2 micro_batch=4", sync), 3)
+        for sync in (
+            {},
+            {"compression": "dgc", "compression_warmup_steps": 10},
+            {"compression": "zero-one-adam"},
+            {"strategy": "diloco", "period": 5},
+            {"strategy": "local", "period": 4, "synchronous_steps": 6},
+        )
+    ]
+    assert steps == [3, 11, 18, 5, 8]

@@ -1,0 +1,149 @@
+"""Residuals and replicas through a checkpoint: the same layout goes on bit for bit, another one keeps the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from meshwright.checkpoint.folder import latest
+from meshwright.checkpoint.load import read_tensor, tensor_names
+from meshwright.comm.mesh import Mesh
+from meshwright.job.job import Job
+from meshwright.prove.pool import RankPool
+from meshwright.train.saving import Saver
+from meshwright.train.trainer import Trainer
+from tests.small_jobs import small_job, train_and_save
+
+Ranks = Callable[[int], RankPool]
+
+ADAMW = {"name": "adamw", "lr": 0.01}
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dp=2 zero=2", {"compression": "sign"}, ADAMW),
+    ("dp=2", {"compression": "dgc", "compression_sparsity": 0.9, "compression_warmup_steps": 4}, {"clip_norm": 0.5}),
+    ("dp=2", {"compression": "one-bit-adam", "compression_warmup_steps": 2}, ADAMW),
+    ("dp=2", {"strategy": "easgd", "period": 2}, {}),
+    ("dp=2", {"strategy": "diloco", "period": 4, "fragments": 2, "compression": "int8"}, ADAMW),
+    ("dp=2", {"compression": "powersgd", "compression_rank": 2}, {}),
+    ("dp=2", {"strategy": "local", "period": 2}, ADAMW),
+    ("dp=2 zero=1", {"compression": "qsgd"}, {}),
+    ("dp=4 shard=2 zero=3", {"strategy": "diloco", "period": 2}, ADAMW),
+    ("dp=4 shard=2 zero=1", {"compression": "int8", "compression_level": "slow"}, ADAMW),
+    ("dp=2 tp=2", {"compression": "sign"}, ADAMW),
+]
+UNMARKED = 5
+
+
+def job_of(layout: str, sync: dict[str, Any], optimizer: dict[str, Any]) -> Job:
+    """Large enough to be worth compressing."""
+    return small_job(
+        layout, model={"ffn_hidden": 160}, sync=sync, optimizer=optimizer, precision={"dtype": "float32"},
+        memory={"bucket_bytes": 1 << 17},
+    )  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bits of everything in the last checkpoint."""
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    return {
+        f"{role}/{name}": read_tensor(path, name, role).numpy().tobytes()  # type: ignore[arg-type]
+        for role in ("parameter", "exp_avg", "exp_avg_sq", "momentum", "sync")
+        for name in tensor_names(path, role)  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "sync", "optimizer"),
+    [
+        pytest.param(*case, id=f"{case[0]} {case[1]}", marks=[] if number < UNMARKED else [pytest.mark.all])
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_resumed_run_is_bit_equal(
+    ranks: Ranks, tmp_path: Path, layout: str, sync: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    job = job_of(layout, sync, optimizer)
+    pool = ranks(job.layout.ranks)
+    whole = pool.run(train_and_save, job, str(tmp_path / "a"), 0, 6, [6])[0]
+    first = pool.run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])[0]
+    second = pool.run(train_and_save, job, str(tmp_path / "b"), 3, 6, [6])[0]
+    assert [*first, *second] == whole
+    found = contents(tmp_path / "a")
+    assert found == contents(tmp_path / "b")
+    remembers = sync.get("compression") != "qsgd"  # its error has mean zero, nothing is fed back
+    assert any(name.startswith("sync/") for name in found) is remembers
+
+
+def waiting(job: Job, folder: str) -> dict[str, Any]:
+    """On a rank that takes over a checkpoint: what it has not sent, by full name."""
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        saver = Saver(trainer, None, Path(folder))
+        saver.resume()
+        shapes = dict(job.model_spec.parameters())
+        found: dict[str, Any] = {}
+        for box in saver.sync.tensors():
+            if box.name.startswith("residual/"):
+                add(found, box.name, box.tensor.numpy(), shapes)
+    return found
+
+
+def add(found: dict[str, Any], key: str, values: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    name, _, text = key.split("/", 3)[3].rpartition("@")
+    offsets = [int(part) for part in text.split(",") if part]
+    whole = found.setdefault(name, numpy.zeros(shapes[name]))
+    whole[tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))] += values
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp=2", "dp=4 zero=1"),
+        pytest.param("dp=4 shard=2 zero=2", "dp=2 zero=3", marks=pytest.mark.all),
+        pytest.param("dp=2 tp=2", "dp=4", marks=pytest.mark.all),
+        pytest.param("dp=2 zero=1", "dp=2 tp=2", marks=pytest.mark.all),
+    ],
+)
+def test_another_dp_keeps_the_sum(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    old, new = (job_of(layout, {"compression": "sign"}, ADAMW) for layout in (before, after))
+    ranks(old.layout.ranks).run(train_and_save, old, str(tmp_path), 0, 3, [3])
+    path = latest(tmp_path / "checkpoints")
+    assert path is not None
+    expected: dict[str, Any] = {}
+    shapes = dict(old.model_spec.parameters())
+    for name in tensor_names(path, "sync"):
+        if name.startswith("residual/"):
+            add(expected, name, read_tensor(path, name, "sync").numpy(), shapes)
+    assert expected.keys() == shapes.keys()
+    found: dict[str, Any] = {}
+    for rank in ranks(new.layout.ranks).run(waiting, new, str(tmp_path)):
+        for name, values in rank.items():
+            found[name] = found.get(name, 0.0) + values
+    for name, values in expected.items():
+        assert numpy.abs(values).max() > 0
+        assert numpy.abs(found[name] - values).max() <= 1e-6 * numpy.abs(values).max(), name
+
+
+def go_on(job: Job, folder: str, stop: int) -> list[float]:
+    return [report.loss for report in train_and_save(job, folder, 3, stop, [])]
+
+
+def test_replicas_go_on_as_another_number_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    """Two replicas become four, or one synchronous run: all start from the shared model."""
+    sync = {"strategy": "diloco", "period": 3}
+    ranks(2).run(train_and_save, job_of("dp=2", sync, ADAMW), str(tmp_path), 0, 3, [3])
+    for layout, following in (("dp=4", sync), ("dp=2 zero=1", {})):
+        job = job_of(layout, following, ADAMW)
+        losses = ranks(job.layout.ranks).run(go_on, job, str(tmp_path), 4)
+        first = losses[0][0]
+        assert all(each[0] == first for each in losses)
+        assert first == pytest.approx(reference(ranks, tmp_path), rel=1e-6)
+
+
+def reference(ranks: Ranks, folder: Path) -> float:
+    """The loss of the next global batch under the saved model, by a plain run."""
+    return float(ranks(2).run(go_on, job_of("dp=2", {}, ADAMW), str(folder), 4)[0][0])

@@ -1,0 +1,76 @@
+"""What of compression and of replicas that train apart is refused, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.job.job import load_job
+
+DGC = ("sync.compression=dgc",)
+LOCAL = ("sync.strategy=local",)
+
+
+def refusal(layout: str, *settings: str) -> str:
+    """Why the quick-start job is refused under a layout and with settings."""
+    with pytest.raises(InputError) as caught:
+        load_job("examples/quickstart.toml", settings, layout).resolve()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "words"),
+    [
+        ("tp=2", DGC, "sync.compression: dgc has nothing to send with dp=1; use none, or dp of at least 2"),
+        ("dp=2", (*DGC, "train.deterministic=true"), "promises bits that do not; use compression=none"),
+        ("dp=2", (*DGC, "precision.dtype=float16"), "use bfloat16 or float32"),
+        ("dp=2", (*DGC, "sync.algorithm=ring"), "use algorithm=auto"),
+        ("dp=2", (*DGC, "model.hidden=32", "model.layers=1", "model.vocabulary=256", "model.ffn_hidden=64",
+                  "model.heads=2", "model.kv_heads=2", "model.head_size=16"), "saves nothing on the"),
+        ("dp=2", (*DGC, "sync.compression_level=slow"), "has no two levels; use zero of at least 1"),
+        ("dp=2", (*DGC, "sync.compression_bits=8"), "sync.compression_bits: 8 is not used by sync.compression=dgc"),
+        ("dp=2", ("sync.compression_sparsity=0.5",), "is not used by sync.compression=none"),
+        ("dp=2", ("sync.compression_warmup_steps=5",), "need a compression"),
+        ("dp=2 tp=2", DGC, "dgc clips on each rank before it chooses (optimizer.clip_norm=1)"),
+        ("dp=2", ("sync.compression=one-bit-adam",), "has no gradient for optimizer.clip_norm=1 to limit"),
+        ("dp=2", ("sync.compression=one-bit-adam",), "give at least 1 step of whole gradients"),
+        ("dp=2 zero=1", ("sync.compression=zero-one-adam",), "use zero=0, or compression=sign"),
+        ("dp=2", ("sync.compression=zero-one-adam", "optimizer.name=sgd"), "optimizer.name=sgd; use adamw"),
+        ("dp=2", ("sync.compression=powersgd", "sync.compression_rank=900"), "use at most"),
+        ("dp=4 shard=2 zero=1", ("sync.compression=powersgd",), "use zero=0, 2 or 3, or shard=4"),
+        ("dp=2", ("sync.compression=gzip",), "none, fp16, bf16"),
+        ("tp=2", LOCAL, "needs at least 2 replicas"),
+        ("dp=2 zero=1", LOCAL, "with zero of at least 1 a shard below dp"),
+        ("dp=4 shard=2", (), "shard=2 below dp=4 needs sharded state, but zero=0"),
+        ("dp=2", (*LOCAL, "train.deterministic=true"), "use strategy=all-reduce, or deterministic=false"),
+        ("dp=2", (*LOCAL, "sync.algorithm=ring"), "use algorithm=auto"),
+        ("dp=2", (*LOCAL, "sync.compression=int8"), "use compression=none, or strategy=diloco"),
+        ("dp=2", (*LOCAL, "sync.period=0"), "sync.period: 0 must be a whole number of at least 1"),
+        ("dp=2", (*LOCAL, "sync.outer_lr=1.0"), "sync.outer_lr: 1.0 is not used by sync.strategy=local"),
+        ("dp=4", (*LOCAL, "sync.group_size=2"), "sync.group_period is missing"),
+        ("dp=4", (*LOCAL, "sync.group_size=3", "sync.group_period=2"), "use 2"),
+        ("dp=4", (*LOCAL, "sync.group_size=2", "sync.group_period=3"), "use a divisor below it"),
+        ("dp=2", ("sync.strategy=easgd", "sync.elasticity=0.6"), "use at most 0.5"),
+        ("dp=2", ("sync.strategy=diloco", "sync.compression=dgc"), "is not made for outer gradients"),
+        ("dp=2 tp=2", ("sync.strategy=diloco", "sync.compression=int8"), "use fp16, bf16 or none"),
+        ("dp=2", ("sync.strategy=diloco", "sync.fragments=3"), "does not divide sync.period=16"),
+        ("dp=2", ("sync.strategy=diloco", "sync.fragments=4", "sync.overlap=4"), "use at most 3"),
+    ],
+)  # fmt: skip
+def test_refusals(layout: str, settings: tuple[str, ...], words: str) -> None:
+    assert words in refusal(layout, *settings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("dp=2", DGC),
+        ("dp=2 zero=3", ("sync.compression=powersgd",)),
+        ("dp=4 shard=2 zero=2", ("sync.compression=sign", "sync.compression_level=slow")),
+        ("dp=4 shard=2", LOCAL),
+        ("dp=4", (*LOCAL, "sync.group_size=2", "sync.group_period=4")),
+        ("dp=4 shard=2 zero=3", ("sync.strategy=diloco", "sync.fragments=4", "sync.overlap=3")),
+    ],
+)
+def test_what_goes_together(layout: str, settings: tuple[str, ...]) -> None:
+    assert load_job("examples/quickstart.toml", settings, layout).resolve().layout.dp >= 2
