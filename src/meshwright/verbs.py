@@ -83,6 +83,7 @@ def train(
     from meshwright.recovery.launch import check_port, launch
     from meshwright.train.prepare import prepare_run
     from meshwright.train.report import finish_report
+    from meshwright.train.servers.run import check_servers, train_with_servers
 
     folder = Path(out)
     place = detect_environment()
@@ -93,8 +94,13 @@ def train(
     planned = with_planned_layout(_read(job, layout), run=folder if resume else None)
     check_port(port)  # before anything is written
     resolved = planned.job.resolve()
+    if resolved.sync.strategy == "server":
+        check_servers(resolved)
     prepare_run(resolved, folder, resume=resume, from_step=from_step)
     planned.write(folder)
+    if resolved.sync.strategy == "server":
+        train_with_servers(resolved, folder, resume=resume, quiet=quiet)
+        return finish_report(resolved, folder, quiet=quiet)
     words = [*(["--resume"] if resume else []), *(["--quiet"] if quiet else [])]
     launch(folder, resolved.layout.ranks, words, port=port)
     return finish_report(resolved, folder, quiet=quiet)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.auto import settled_layout
+from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment
 from meshwright.recovery.launch import check_port, launch
@@ -38,6 +39,9 @@ def train(
     planned = settled_layout(load_job(job_file, overrides or [], layout), place, out if resume else None, as_json)
     job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
     check_port(port)  # before anything is written
+    if job.sync.strategy == "server":
+        _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)
+        return
 
     def prepare() -> None:
         prepare_run(job, out, resume=resume, from_step=from_step)
@@ -52,6 +56,28 @@ def train(
               f"ranks: {job.layout}", flush=True)  # fmt: skip
     words = [*(["--resume"] if resume else []), *(["--quiet"] if as_json else [])]
     launch(out, job.layout.ranks, words, port=port)
+    _report(job, out, as_json)
+
+
+def _train_with_servers(
+    job: Job, out: Path, resume: bool, from_step: int | None, as_json: bool, place: RankPlace | None,
+    write_plan: Callable[[Path], None],
+) -> None:  # fmt: skip
+    from meshwright.train.servers.run import check_servers, train_with_servers
+
+    if place is not None:
+        raise InputError(
+            f"sync.strategy: server starts its own servers and workers, but {place.source} started this process as one "
+            "rank; run `meshwright train` by itself"
+        )
+    check_servers(job)  # before anything is written
+    prepare_run(job, out, resume=resume, from_step=from_step)
+    write_plan(out)
+    if not as_json:
+        model, servers = job.model_spec, job.sync.servers * job.sync.server_replicas
+        print(f"training {model.name} ({model.parameter_count:,} parameters) on {job.layout.dp} workers and {servers} "
+              f"servers: {job.sync.server_mode}", flush=True)  # fmt: skip
+    train_with_servers(job, out, resume=resume, quiet=as_json)
     _report(job, out, as_json)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from meshwright.job.server_keys import ServerKeys
 from meshwright.job.sync_keys import CompressionKeys, LessOftenKeys
 
 Algorithm = Literal[
@@ -15,11 +16,12 @@ TWO_LEVEL_ALGORITHMS: frozenset[str] = frozenset({"hierarchical", "leaders"})
 """Algorithms that treat ranks of one node apart from the others, so they must know the nodes."""
 
 
-class SyncSection(CompressionKeys, LessOftenKeys):
+class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
     """[sync]: how the data parallel ranks agree."""
 
-    strategy: Literal["all-reduce", "local", "easgd", "diloco"] = "all-reduce"
-    """``all-reduce``: gradients are summed over all ranks in every step; the others: replicas meet now and then."""
+    strategy: Literal["all-reduce", "local", "easgd", "diloco", "server"] = "all-reduce"
+    """``all-reduce``: gradients are summed over all ranks in every step; ``server``: server processes own the
+    parameters and the optimizer, and the dp ranks are workers; the others: replicas meet now and then."""
     algorithm: Algorithm = "auto"
     """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
     node_size: PositiveInt | None = None

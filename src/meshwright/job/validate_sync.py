@@ -8,6 +8,7 @@ from meshwright.job.job import Job
 from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS
 from meshwright.job.validate_compression import compression_problems
 from meshwright.job.validate_less_often import less_often_problems
+from meshwright.job.validate_server import server_problems
 
 
 def sync_problems(job: Job) -> Iterator[str]:
@@ -15,6 +16,7 @@ def sync_problems(job: Job) -> Iterator[str]:
     yield from _algorithm_problems(job)
     yield from compression_problems(job)
     yield from less_often_problems(job)
+    yield from server_problems(job)
 
 
 def _algorithm_problems(job: Job) -> Iterator[str]:

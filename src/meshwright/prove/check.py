@@ -220,6 +220,11 @@ def check_self_test(
 
 def check_layout(job: Job, *, steps: int) -> Parity:
     """The job as it is, under its own layout, against one device."""
+    if job.sync.strategy == "server":
+        raise InputError(
+            "check: sync.strategy=server has no layout to prove; use --matrix sync, which holds the servers in every "
+            "mode against one device and against all-reduce"
+        )
     if (job.precision.dtype, job.optimizer.name) not in PARAMETER_BOUNDS:
         raise InputError(f"check: dtype {job.precision.dtype} has no bound to hold; use float64 or float32 (--dtype)")
     optimizer = job.optimizer

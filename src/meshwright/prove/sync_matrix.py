@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.job.job import Job
@@ -19,6 +20,7 @@ from meshwright.prove.parity import Parity
 from meshwright.prove.sync_cases_algorithms import algorithm_cases
 from meshwright.prove.sync_cases_compression import compression_cases
 from meshwright.prove.sync_cases_local import local_cases
+from meshwright.prove.sync_cases_server import SERVER_CASES, server_proofs
 from meshwright.prove.sync_proof import SameRun, SyncProof
 
 
@@ -37,7 +39,13 @@ def sync_cases(max_ranks: int = 8) -> list[SyncCase]:
     cases = [against_one_device(case, values) for case, values in algorithm_cases()]
     extra: list[SyncProof | SameRun] = [*compression_cases(), *local_cases()]
     cases += [SyncCase(proof.label, proof.ranks, proof.prove) for proof in extra]
+    cases += [server_case(*case) for case in SERVER_CASES]
     return [case for case in cases if case.ranks <= max_ranks]
+
+
+def server_case(label: str, workers: int, sync: dict[str, Any], train: dict[str, Any]) -> SyncCase:
+    """A parameter server."""
+    return SyncCase(label, workers, partial(server_proofs, label=label, workers=workers, sync=sync, train=train))
 
 
 def against_one_device(

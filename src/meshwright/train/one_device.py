@@ -15,6 +15,7 @@ from meshwright.data.loader import Loader
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.memory import model_state_bytes
+from meshwright.job.sync_section import SyncSection
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import choose_device
 
@@ -37,6 +38,7 @@ def one_device_tokens_per_second(job: Job, *, threads: int) -> float | None:
         update={
             "layout": Layout(micro_batch=job.layout.micro_batch, recompute=job.layout.stage_recompute(0)),
             "cluster": job.cluster.model_copy(update={"ranks": 1}),
+            "sync": SyncSection(),
         }
     )
     device = choose_device(alone)

@@ -1,0 +1,566 @@
+"""The coordinator: hands out samples, puts gradients in order, keeps the chains, and says when to save and to end.
+
+It runs in the launcher, whose end is everybody's anyway, and holds no parameters. Every decision (which gradients
+make update n, in which order, at which rate, clipped by what) is taken here once and sent to all shards, so that an
+update is on all of them or on none. Accepting a gradient is the acknowledgement a worker gets: from then on the
+gradient is in the order, and every shard has its part on every replica.
+
+One update:  entries chosen -> ``measure``, ``squares`` to all heads (the global norm) -> ``apply`` to all chains.
+
+No input or output here either: messages in, messages out, and what is to be written goes to a ``Sink``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from meshwright.sync.server.membership import Address, Chain, Workers
+from meshwright.sync.server.modes import Mode, Work
+from meshwright.sync.server.protocol import Message, ProtocolError
+from meshwright.sync.server.replica import Key, Out
+from meshwright.sync.server.staleness import Rule, factor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the job says.
+
+    Attributes:
+        shards: how many.
+        replicas: of each shard at the start.
+        workers: how many workers a step is cut for.
+        pushes: updates that make a step: 1, or in asynchronous mode as many as workers.
+        begin, steps: steps done before, and in all.
+        rate: learning rate by step.
+        clip_norm: largest global gradient norm, or None.
+        stop_on_nonfinite: otherwise such an update is skipped.
+        staleness: rule of the rate's factor.
+        barriers: the steps after which all workers pause, in order: to validate, to save, to end.
+        evaluate_at, save_at: which of them.
+        timeout: seconds without a sign of life after which a worker or a replica is taken for dead.
+    """
+
+    shards: int
+    replicas: int
+    workers: int
+    pushes: int
+    begin: int
+    steps: int
+    rate: Callable[[int], float]
+    clip_norm: float | None = None
+    stop_on_nonfinite: bool = True
+    staleness: Rule = "none"
+    evaluate_at: frozenset[int] = frozenset()
+    save_at: frozenset[int] = frozenset()
+    timeout: float = 10.0
+
+    def barrier_after(self, step: int) -> int:
+        """The next step after which all workers pause."""
+        return min([each for each in self.evaluate_at | self.save_at if each > step] + [self.steps])
+
+
+@dataclass
+class Update:
+    """One update on its way to the shards.
+
+    Attributes:
+        number: from 1 at the run's very start.
+        entries: pushes, in the order they are added.
+        forget: pushes that come to nothing.
+        facts: what the workers said of each entry.
+    """
+
+    number: int
+    entries: list[Key]
+    works: tuple[Work, ...]
+    facts: list[dict[str, Any]]
+    forget: list[Key] = field(default_factory=list)
+    peaks: dict[int, float] = field(default_factory=dict)
+    squares: dict[int, tuple[float, float]] = field(default_factory=dict)
+    norm: float = math.nan
+    rate: float = 0.0
+    factor: float | None = None
+
+    @property
+    def valid(self) -> int:
+        """Valid tokens of all entries."""
+        return sum(int(fact["valid"]) for fact in self.facts)
+
+    @property
+    def loss(self) -> float:
+        """The sum over micro-batches, in the order of the global batch (the first of every slot, the second, ...)."""
+        columns = zip_longest(*(fact["losses"] for fact in self.facts), fillvalue=0.0)
+        return float(sum(float(loss) for column in columns for loss in column))
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of each entry: updates between what its worker read and this one."""
+        return [self.number - 1 - int(fact["version"]) for fact in self.facts]
+
+
+class Sink(Protocol):
+    """Where the coordinator's results go; called with nothing else going on."""
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Something a person wants to know."""
+
+    def update(self, update: Update, loss: float) -> None:
+        """An update was decided; ``loss`` in nats per valid token."""
+
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """Validation after a step."""
+
+    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, returned: list[int]) -> None:
+        """The state after a step, by shard."""
+
+    def ended(self, why: str | None) -> None:
+        """Everything is done; ``why``: or stopped early."""
+
+
+class Coordinator:
+    """See the module."""
+
+    def __init__(self, plan: Plan, mode: Mode, sink: Sink) -> None:
+        self.plan, self.mode, self.sink = plan, mode, sink
+        self.chains = [Chain(shard) for shard in range(plan.shards)]
+        self.workers = Workers()
+        self.addresses: dict[str, Address] = {}
+        self.ordered = plan.begin * plan.pushes
+        """Number of the last update that was put in order."""
+        self.limit = plan.begin
+        self.finished = False
+        self.failure: str | None = None
+        self._stop: str | None = None
+        self._queue: deque[Update] = deque()
+        self._current: Update | None = None
+        self._log: deque[tuple[int, Message]] = deque()
+        """Updates that some chain has not acknowledged yet, to be sent again."""
+        self._applied = [self.ordered] * plan.shards
+        self._forget: list[Key] = []
+        self._held: dict[tuple[int, int], tuple[Key, dict[str, Any]]] = {}
+        self._started = False
+        self._validating: dict[int, str | None] | None = None
+        self._validated: dict[int, tuple[float, int]] = {}
+        self._states: dict[int, Message] | None = None
+        self._heard: Mapping[str, float] = {}
+
+    # Messages.
+
+    def handle(self, sender: str, message: Message) -> Out:
+        """What to send after this message.
+
+        Raises:
+            ProtocolError: the sender said what it may not.
+        """
+        handler = getattr(self, f"_on_{message.kind.replace('-', '_')}", None)
+        if handler is None:
+            raise ProtocolError(f"{sender} sent {message.kind!r}, which the coordinator does not know")
+        if sender in self.workers and self.workers[sender].silent:
+            self.workers[sender].silent = False
+            self.sink.event("worker-returned", worker=sender)
+        result: Out = handler(sender, message)
+        return result
+
+    def _on_beat(self, sender: str, message: Message) -> Out:
+        return []
+
+    def _on_register(self, sender: str, message: Message) -> Out:
+        """A replica is up."""
+        shard = int(message["shard"])
+        if not 0 <= shard < self.plan.shards:
+            raise ProtocolError(f"{sender}: there is no shard {shard}; this run has 0 to {self.plan.shards - 1}")
+        self.addresses[sender] = (str(message["host"]), int(message["port"]))
+        chain = self.chains[shard]
+        chain.join(sender, equal=not self._started)
+        if self._started:
+            self.sink.event("server-joined", server=sender, shard=shard)
+            return self._send_view(chain, [*chain.members])
+        if any(len(each.members) < self.plan.replicas for each in self.chains):
+            return []
+        self._started = True
+        self.sink.event("servers-ready", chains=[each.members for each in self.chains])
+        views = [out for each in self.chains for out in self._send_view(each, each.members, equal=True)]
+        return views + self._next_stretch()
+
+    def _on_joined(self, sender: str, message: Message) -> Out:
+        chain = self.chains[int(message["shard"])]
+        if sender in chain.members and int(message["epoch"]) == chain.epoch:
+            chain.ready.add(sender)
+        return []
+
+    def _on_suspect(self, sender: str, message: Message) -> Out:
+        """A replica cannot reach its successor: the successor is out, whatever became of it."""
+        chain = next((each for each in self.chains if sender in each.members), None)
+        if chain is None or int(message["epoch"]) != chain.epoch:
+            return []
+        return self.lost(str(message["peer"]))
+
+    def _on_view(self, sender: str, message: Message) -> Out:
+        return [(sender, Message("stop") if self.failure is not None else Message("view-is", self._view_fields()))]
+
+    def _on_join(self, sender: str, message: Message) -> Out:
+        """A worker is there."""
+        known = sender in self.workers
+        self.workers.join(sender, int(message["index"]))
+        if not known:
+            self.sink.event("worker-joined", worker=sender, workers=len(self.workers))
+        return [(sender, Message("welcome", self._view_fields()))]
+
+    def _on_next(self, sender: str, message: Message) -> Out:
+        """A worker asks for work; what it had before, if anything, it no longer does."""
+        if sender not in self.workers:
+            return [(sender, Message("refused", {"why": f"{sender} has not joined"}))]
+        member = self.workers[sender]
+        self._take_back(sender)
+        member.waits = True
+        return self._serve()
+
+    def _on_leave(self, sender: str, message: Message) -> Out:
+        return self._gone(sender, "worker-left")
+
+    def _on_commit(self, sender: str, message: Message) -> Out:
+        """A worker's gradient is on all replicas of all shards: accept it, or say that it came too late."""
+        sequence = int(message["sequence"])
+        if sender not in self.workers:
+            return [(sender, Message("refused", {"why": f"{sender} has not joined"}))]
+        member = self.workers[sender]
+        if member.settled is not None and member.settled[0] == sequence:
+            return [(sender, member.settled[1])]  # asked again: the same answer
+        accepted = member.task is not None and member.task[0] == sequence
+        answer = Message("accepted" if accepted else "dropped", {"sequence": sequence})
+        member.settled = (sequence, answer)
+        out: Out = [(sender, answer)]
+        if not accepted or member.task is None:
+            return out
+        work = member.task[1]
+        member.task = None
+        self._held[work.clock, work.slot] = ((sender, sequence), dict(message.fields))
+        for taken in self.mode.arrived(work):
+            self._order(taken.works, taken.dropped)
+        return out + self._advance() + self._serve()
+
+    # Workers that go.
+
+    def lost(self, peer: str) -> Out:
+        """A connection ended: its owner is dead until it connects again. At the end everybody leaves."""
+        if self.finished:
+            return []
+        if peer in self.workers:
+            return self._gone(peer, "worker-lost")
+        for chain in self.chains:
+            if peer in chain.members:
+                return self._without(chain, peer)
+        return []
+
+    def _gone(self, worker: str, kind: str) -> Out:
+        self._take_back(worker)
+        self.workers.leave(worker)
+        self.sink.event(kind, worker=worker, workers=len(self.workers))
+        return self._serve()
+
+    def _take_back(self, worker: str) -> None:
+        """What a worker was given is free again; its push, if it comes, comes to nothing."""
+        member = self.workers[worker]
+        if member.task is not None:
+            sequence, work = member.task
+            member.task = None
+            self._forget.append((worker, sequence))
+            self.mode.give_back(work)
+        if self._validating is not None:
+            for part, owner in self._validating.items():
+                if owner == worker and part not in self._validated:
+                    self._validating[part] = None
+
+    def tick(self, now: float, heard: Mapping[str, float]) -> Out:
+        """Time passes: who has not been heard of for too long is silent (workers) or out (replicas with others)."""
+        out: Out = []
+        if self.finished:
+            return out
+        for member in self.workers:
+            if not member.silent and now - heard.get(member.name, now) > self.plan.timeout:
+                member.silent = True
+                self._take_back(member.name)
+                self.sink.event("worker-silent", worker=member.name, seconds=self.plan.timeout)
+        for chain in self.chains:
+            for name in list(chain.members):
+                late = now - heard.get(name, now) > self.plan.timeout
+                if late and self._started and chain.ready - {name}:
+                    out += self._without(chain, name)
+        return out + self._serve()
+
+    # Chains.
+
+    def _without(self, chain: Chain, name: str) -> Out:
+        """The chain goes on without a replica, in a new epoch."""
+        everyone = [*chain.members]
+        before = chain.head
+        if not self._started:
+            self._fail(f"{name} ended before training began")
+            return []
+        alive = chain.remove(name)
+        self.sink.event("server-lost", server=name, shard=chain.shard, left=len(chain.members))
+        if not alive:
+            self._fail(
+                f"shard {chain.shard} has no server left ({name} was the last); resume from the last checkpoint, "
+                "and set sync.server_replicas to 2 or more to go on without"
+            )
+            return []
+        while chain.head not in chain.ready:
+            chain.members.append(chain.members.pop(0))
+        out = self._send_view(chain, everyone)
+        if chain.head != before:
+            self.sink.event("new-head", server=chain.head, shard=chain.shard, epoch=chain.epoch)
+        # What the chain had not acknowledged may have died with the replica.
+        out += [(chain.head, message) for number, message in self._log if number > self._applied[chain.shard]]
+        return out + self._ask_again(chain)
+
+    def _send_view(self, chain: Chain, to: Sequence[str], *, equal: bool = False) -> Out:
+        chain.epoch += 1
+        members = [[name, *self.addresses[name]] for name in chain.members]
+        view = {"epoch": chain.epoch, "chain": members, "equal": equal}
+        return [(name, Message("view", view)) for name in to]
+
+    def _view_fields(self) -> dict[str, Any]:
+        def members(chain: Chain) -> list[list[Any]]:
+            return [[name, *self.addresses[name]] for name in chain.members if name in chain.ready]
+
+        return {"chains": [members(chain) for chain in self.chains], "ready": self._started}
+
+    def _ask_again(self, chain: Chain) -> Out:
+        """What the old head was asked and may not have answered."""
+        out: Out = []
+        update = self._current
+        if update is not None:
+            if chain.shard not in update.peaks:
+                out.append((chain.head, self._measure(update)))
+            elif len(update.peaks) == len(self.chains) and chain.shard not in update.squares:
+                out.append((chain.head, self._ask_squares(update)))
+        if self._states is not None and chain.shard not in self._states:
+            out.append((chain.head, self._ask_state()))
+        return out
+
+    # Updates.
+
+    def _order(self, works: Sequence[Work], dropped: Sequence[Work]) -> None:
+        """Pushes become the next update; late ones come to nothing."""
+        held = [self._held.pop((work.clock, work.slot)) for work in works]
+        for member in self.workers:
+            if member.task is not None and member.task[1] in dropped:
+                self._forget.append((member.name, member.task[0]))
+                member.task = None
+        self.ordered += 1
+        self._queue.append(Update(self.ordered, [key for key, _ in held], tuple(works), [facts for _, facts in held]))
+
+    def _advance(self) -> Out:
+        """Begin the next update if none is under way."""
+        if self._current is not None or not self._queue or self.failure is not None:
+            return []
+        self._current = self._queue.popleft()
+        self._current.forget, self._forget = self._forget, []
+        return [(chain.head, self._measure(self._current)) for chain in self.chains]
+
+    def _measure(self, update: Update) -> Message:
+        return Message("measure", {"number": update.number, "entries": update.entries})
+
+    def _ask_squares(self, update: Update) -> Message:
+        fields = {"number": update.number, "entries": update.entries, "peak": max(update.peaks.values())}
+        return Message("squares", fields)
+
+    def _on_measured(self, sender: str, message: Message) -> Out:
+        update, shard = self._current, int(message["shard"])
+        if update is None or message["number"] != update.number or sender != self.chains[shard].head:
+            return []
+        update.peaks[shard] = float(message["peak"])
+        if len(update.peaks) < len(self.chains):
+            return []
+        return [(chain.head, self._ask_squares(update)) for chain in self.chains]
+
+    def _on_squared(self, sender: str, message: Message) -> Out:
+        update, shard = self._current, int(message["shard"])
+        if update is None or message["number"] != update.number or sender != self.chains[shard].head:
+            return []
+        coarse, fine = message["parts"]
+        update.squares[shard] = (float(coarse), float(fine))
+        if len(update.squares) < len(self.chains):
+            return []
+        return self._decide(update)
+
+    def _decide(self, update: Update) -> Out:
+        """All is known of an update: its rate, its clipping, or that it is skipped; then on to the shards."""
+        # Sums of the exact parts are exact too, so neither shards nor their order show in the norm.
+        coarse = sum(part[0] for part in update.squares.values())
+        fine = sum(part[1] for part in update.squares.values())
+        whole = update.works[0].whole
+        divisor = 1 if whole else max(1, update.valid)
+        norm = math.sqrt(coarse + fine) / divisor if coarse + fine >= 0 else math.nan
+        loss = update.loss / divisor
+        step = (update.number - 1) // self.plan.pushes
+        stale = max(update.staleness)
+        update.norm = norm
+        update.rate = self.plan.rate(step) * (factor(self.plan.staleness, stale) if self.plan.pushes > 1 else 1.0)
+        if math.isfinite(norm) and math.isfinite(loss):
+            limit = self.plan.clip_norm
+            update.factor = (1.0 if limit is None or not norm > limit else limit / norm) / divisor
+        elif self.plan.stop_on_nonfinite:
+            self._stop = (
+                f"update {update.number}: loss {loss} and gradient norm {norm} must be finite; "
+                "it was not applied on any server"
+            )
+        self._current = None
+        fields = {
+            "number": update.number, "entries": update.entries, "forget": update.forget,
+            "rate": update.rate, "factor": update.factor,
+        }  # fmt: skip
+        self._log.append((update.number, Message("apply", fields)))
+        self.sink.update(update, loss)
+        out = [(chain.head, Message("apply", dict(fields))) for chain in self.chains]
+        if self._stop is not None and update.factor is None:
+            self._break_off(step + 1)
+        return out + self._advance() + self._at_barrier()
+
+    def _break_off(self, step: int) -> None:
+        """Stop with this many steps done: what was begun beyond them is not wanted. Asynchronous: they are ended."""
+        if self.mode.break_off(step):
+            for member in self.workers:
+                if member.task is not None:
+                    self._forget.append((member.name, member.task[0]))
+                    member.task = None
+            self._held.clear()
+            self.limit = step
+        else:
+            self.stop(self._stop or "")
+
+    def _on_applied(self, sender: str, message: Message) -> Out:
+        shard = int(message["shard"])
+        if sender != self.chains[shard].head:
+            return []
+        self._applied[shard] = max(self._applied[shard], int(message["number"]))
+        while self._log and self._log[0][0] <= min(self._applied):
+            self._log.popleft()
+        return self._at_barrier()
+
+    def _on_refused(self, sender: str, message: Message) -> Out:
+        return []  # a head of an older view; the new one is asked when the view changes
+
+    # Stretches of steps, and what happens between them.
+
+    def stop(self, why: str) -> None:
+        """End after the steps that have begun; the state is saved."""
+        if self._stop is None or self._stop != why:
+            self._stop = why
+        self.limit = min(self.limit, max(self.mode.started, self.plan.begin))
+        self.mode.allow(self.limit)
+
+    def wish_to_stop(self, why: str) -> Out:
+        """``stop``, from outside."""
+        self.stop(why)
+        return self._at_barrier()
+
+    def _next_stretch(self) -> Out:
+        done = self.ordered // self.plan.pushes
+        self.limit = done if self._stop is not None else self.plan.barrier_after(done)
+        self.mode.allow(self.limit)
+        return self._serve() + self._at_barrier()
+
+    def _at_barrier(self) -> Out:
+        """If all steps of this stretch are done: validate, save, go on or end."""
+        # The log is empty once every replica of every shard has applied everything.
+        busy = self._current is not None or bool(self._queue) or bool(self._log)
+        if busy or not self._started or self._states is not None or self._validating is not None or self.finished:
+            return []
+        step = self.ordered // self.plan.pushes
+        if self.ordered < self.limit * self.plan.pushes or self.ordered % self.plan.pushes:
+            return []
+        if self._stop is None and step in self.plan.evaluate_at and step > self.plan.begin:
+            self._validating = dict.fromkeys(range(self.plan.workers))
+            self._validated = {}
+            return self._serve()
+        return self._save_or_go_on(step)
+
+    def _save_or_go_on(self, step: int) -> Out:
+        last = step == self.plan.steps or self._stop is not None
+        if step > self.plan.begin and (step in self.plan.save_at or last):
+            self._states = {}
+            return [(chain.head, self._ask_state()) for chain in self.chains]
+        return self._finish() if last else self._next_stretch()
+
+    def _ask_state(self) -> Message:
+        return Message("state", {"version": self.ordered})
+
+    def _on_state_is(self, sender: str, message: Message) -> Out:
+        head = self.chains[int(message["shard"])].head
+        if self._states is None or message["version"] != self.ordered or sender != head:
+            return []
+        self._states[int(message["shard"])] = message
+        if len(self._states) < len(self.chains):
+            return []
+        step, states = self.ordered // self.plan.pushes, self._states
+        self._states = None
+        tensors = [states[shard].tensors for shard in range(len(self.chains))]
+        self.sink.save(step, tensors, int(states[0]["updates"]), self.mode.returned)
+        return self._finish() if step == self.plan.steps or self._stop is not None else self._next_stretch()
+
+    def _on_validated(self, sender: str, message: Message) -> Out:
+        """A worker's part of the validation set."""
+        part = int(message["part"])
+        if self._validating is None or self._validating.get(part) != sender:
+            return []
+        self._validated[part] = (float(message["loss"]), int(message["tokens"]))
+        if len(self._validated) < len(self._validating):
+            return []
+        self._validating = None
+        total = sum(self._validated[each][0] for each in sorted(self._validated))
+        tokens = sum(self._validated[each][1] for each in sorted(self._validated))
+        step = self.ordered // self.plan.pushes
+        self.sink.evaluated(step, total / tokens if tokens else None)
+        return self._save_or_go_on(step)
+
+    def _serve(self) -> Out:
+        """Give work to those that wait and may have some."""
+        out: Out = []
+        if not self._started or self.failure is not None:
+            return out
+        for member in sorted(self.workers, key=lambda each: each.index):
+            if not member.waits or member.silent:
+                continue
+            answer = self._answer(member.name)
+            if answer is not None:
+                member.waits = False
+                out.append((member.name, answer))
+        return out
+
+    def _answer(self, worker: str) -> Message | None:
+        member = self.workers[worker]
+        if self.finished:
+            return Message("stop")
+        if self._validating is not None:
+            part = next((part for part, owner in self._validating.items() if owner is None), None)
+            if part is None:
+                return None
+            self._validating[part] = worker
+            fields = {"part": part, "parts": len(self._validating), "at_least": self.ordered}
+            return Message("validate", {**fields, **self._view_fields()})
+        work = self.mode.take(member.index, self.workers.homes)
+        if work is None:
+            return None
+        member.sequence += 1
+        member.task = (member.sequence, work)
+        fields = {"sequence": member.sequence, "at_least": self.ordered, **work.as_fields()}
+        return Message("work", {**fields, **self._view_fields()})
+
+    def _finish(self) -> Out:
+        self.finished = True
+        self.sink.ended(self._stop)
+        replicas = [name for chain in self.chains for name in chain.members]
+        return self._serve() + [(name, Message("finish")) for name in replicas]
+
+    def _fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self.sink.event("failed", reason=why)

@@ -1,0 +1,102 @@
+"""Sockets that speak the protocol: listening, dialling, and the first two messages of every connection."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from meshwright.errors import InputError
+from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run, decode, encode, hello, refusal
+
+LOOPBACK = "127.0.0.1"
+HANDSHAKE_SECONDS = 10.0
+"""Within which a connection must have been made and both sides have introduced themselves."""
+
+
+def listen(host: str, port: int | None, key: str = "sync.server_port") -> socket.socket:
+    """A listening socket; without a port, on a free one.
+
+    Raises:
+        InputError: the address cannot be had.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port or 0))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise InputError(
+            f"{key}: port {port or 0} on {host} cannot be used ({error.strerror}); "
+            "give another port, or none for a free one"
+        ) from None
+    return listener
+
+
+def receiver(connection: socket.socket) -> Callable[[memoryview], None]:
+    """What fills a buffer from a connection, and raises ``EOFError`` at its end."""
+
+    def receive(buffer: memoryview) -> None:
+        view, filled = buffer.cast("B"), 0
+        while filled < len(view):
+            count = connection.recv_into(view[filled:])
+            if count == 0:
+                raise EOFError("the connection ended")
+            filled += count
+
+    return receive
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send one message whole."""
+    for buffer in encode(message):
+        connection.sendall(buffer)
+
+
+def receive(connection: socket.socket, *, stranger: bool = False) -> Message:
+    """Receive one message whole."""
+    return decode(receiver(connection), stranger=stranger)
+
+
+def welcome(connection: socket.socket, run: Run) -> str:
+    """The listening side of the first two messages; the peer's name.
+
+    Raises:
+        Refused: the peer was not accepted; it has been told why.
+    """
+    connection.settimeout(HANDSHAKE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        message = receive(connection, stranger=True)
+        why = refusal(run, message)
+    except ProtocolError as error:
+        why = str(error)
+    if why is not None:
+        send(connection, Message("refused", {"why": why}))
+        raise Refused(why)
+    send(connection, Message("accepted"))
+    connection.settimeout(None)
+    return str(message["name"])
+
+
+def dial(address: tuple[str, int], run: Run, name: str, *, seconds: float = HANDSHAKE_SECONDS) -> socket.socket:
+    """The dialling side: an accepted connection.
+
+    Raises:
+        Refused: the other side would not have us; its sentence.
+        ProtocolError: it speaks another protocol, or another version of ours.
+        OSError: it cannot be reached.
+        EOFError: it hung up.
+    """
+    connection = socket.create_connection(address, timeout=seconds)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send(connection, hello(run, name))
+        answer = receive(connection)
+        if answer.kind != "accepted":
+            raise Refused(f"{address[0]}:{address[1]} refused {answer.fields.get('why', 'without a reason')}")
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

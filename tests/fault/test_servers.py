@@ -1,0 +1,242 @@
+"""``meshwright train`` with a parameter server: real processes that are killed and stopped, and the bits that result.
+
+In synchronous and deterministic mode the bits depend neither on the number of workers nor on who computes what, so
+every run here that somebody disturbed is held against an undisturbed one on a single device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from meshwright.checkpoint.folder import latest
+from meshwright.checkpoint.load import read_tensor
+from meshwright.checkpoint.verify import verify
+from tests.command_line import settings, start, write_job
+
+STEPS = 120
+DEADLINE = 120.0
+"""Seconds that a run may take with everything that is done to it, on a busy machine."""
+SHARED = settings(
+    f"train.steps={STEPS}", "train.deterministic=true", "layout.micro_batch=1", "optimizer.clip_norm=1",
+    "checkpoint.every=40",
+)  # fmt: skip
+SERVERS = settings(
+    "sync.strategy=server", "sync.servers=2", "sync.server_replicas=2", "sync.server_timeout=20", "layout.dp=2"
+)
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``meshwright train`` in a process of its own; ended after the test if it still runs."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(*words: object) -> subprocess.Popen[str]:
+        running.append(start("train", *words))
+        return running[-1]
+
+    yield run
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture(scope="module")
+def alone(job: Path) -> Path:
+    """The run of one device that nobody disturbs."""
+    out = job.parent / "alone"
+    output, errors = start("train", job, "--out", out, *SHARED, "--set", "layout.dp=1").communicate(timeout=DEADLINE)
+    assert "run directory" in output, output + errors
+    return out
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not any(record["step"] >= step for record in lines(out / "metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not get on"
+        time.sleep(0.02)
+
+
+def pid_of(out: Path, role: str) -> int:
+    """The newest process of a role, such as ``worker-0``, or ``head-1`` for the head of shard 1."""
+    events = lines(out / "events.jsonl")
+    if role.startswith("head-"):
+        shard = int(role.removeprefix("head-"))
+        name = next(each["chains"] for each in events if each["event"] == "servers-ready")[shard][0]
+        for each in events:
+            if each["event"] == "new-head" and each["shard"] == shard:
+                name = each["server"]
+    else:
+        name = [each["process"] for each in events if each["event"] == "process-started"
+                and each["process"].startswith(f"{role}.")][-1]  # fmt: skip
+    return int(next(each["pid"] for each in events if each["event"] == "process-started" and each["process"] == name))
+
+
+def kinds(out: Path) -> list[str]:
+    return [each["event"] for each in lines(out / "events.jsonl")]
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == code, output + errors
+    return output + errors
+
+
+def assert_same_bits(out: Path, reference: Path) -> None:
+    """Every step once, with the same loss and norm, and the last checkpoints equal to the last bit."""
+    mine, other = ([r for r in lines(run / "metrics.jsonl") if "loss" in r] for run in (out, reference))
+    assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
+    keys = ("loss", "gradient_norm", "learning_rate", "valid_tokens")
+    assert [[record[key] for key in keys] for record in mine] == [[record[key] for key in keys] for record in other]
+    left, right = verify(latest(out / "checkpoints") or out), verify(latest(reference / "checkpoints") or out)
+    assert left.state == right.state and left.tensors.keys() == right.tensors.keys()
+    for key in left.tensors:
+        role, name = key.split("/", 1)
+        assert torch.equal(read_tensor(left, name, role), read_tensor(right, name, role)), key  # type: ignore[arg-type]
+
+
+def nobody_left(out: Path, seconds: float = 10.0) -> bool:
+    pids = [each["pid"] for each in lines(out / "events.jsonl") if each["event"] == "process-started"]
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_killed_worker_and_a_killed_primary_change_no_bit(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    out = job.parent / "killed"
+    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    wait_for_step(out, 10, process)
+    os.kill(pid_of(out, "worker-0"), signal.SIGKILL)
+    wait_for_step(out, 25, process)
+    os.kill(pid_of(out, "head-1"), signal.SIGKILL)
+    finish(process)
+    assert {"worker-lost", "server-lost", "new-head", "done"} <= set(kinds(out))
+    assert_same_bits(out, alone)
+    assert nobody_left(out) and not (out / "servers.token").exists()
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["servers"]["ledger_differences"] == []
+
+
+def test_a_stopped_run_goes_on_without_servers_and_a_stopped_run_with_them(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    out = job.parent / "stopped"
+    process = begin(job, "--out", out, *SHARED, "--set", "layout.dp=1")
+    wait_for_step(out, 15, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 1)
+    process = begin(job, "--out", out, "--resume", *SHARED, *SERVERS, *settings("sync.server_replicas=1"))
+    wait_for_step(out, 60, process)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped by a signal after step" in finish(process, 1)
+    assert nobody_left(out)
+    finish(begin(job, "--out", out, "--resume", *SHARED, "--set", "layout.dp=1"))
+    assert_same_bits(out, alone)
+
+
+@pytest.mark.all
+def test_the_launcher_s_death_is_everybody_s_and_the_run_resumes(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    out = job.parent / "launcher"
+    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    wait_for_step(out, 50, process)
+    process.kill()
+    process.wait()
+    assert nobody_left(out)
+    finish(begin(job, "--out", out, "--resume", *SHARED, *SERVERS))
+    assert_same_bits(out, alone)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("role", ["worker-0", "head-0", "head-1"])
+def test_one_that_is_stopped_for_ten_seconds_holds_nobody_for_longer_than_the_timeout(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path, role: str
+) -> None:
+    out = job.parent / f"stopped-{role}"
+    process = begin(job, "--out", out, *SHARED, *SERVERS, *settings("sync.server_timeout=3"))
+    wait_for_step(out, 10, process)
+    pid = pid_of(out, role)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(10.0)
+    reached = max(record["step"] for record in lines(out / "metrics.jsonl"))
+    if psutil.pid_exists(pid):
+        os.kill(pid, signal.SIGCONT)
+    finish(process)
+    assert reached > 11, "nobody went on while it was stopped"
+    assert_same_bits(out, alone)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["sync.server_mode=asynchronous", "sync.stale_rate=inverse"],
+        ["sync.server_mode=stale-synchronous", "sync.staleness_bound=2"],
+        ["sync.backup_workers=1", "layout.dp=3"],
+    ],
+)
+@pytest.mark.parametrize("role", ["worker-0", "head-0"])
+def test_every_mode_goes_on_after_a_kill(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, mode: list[str], role: str
+) -> None:
+    out = job.parent / f"{mode[0].replace('.', '-')}-{role}"
+    pairs = settings(f"train.steps={STEPS}", "layout.micro_batch=1", *mode)
+    process = begin(job, "--out", out, *SERVERS, *pairs)
+    wait_for_step(out, 20, process)
+    os.kill(pid_of(out, role), signal.SIGKILL)
+    finish(process)
+    updates = lines(out / "updates.jsonl")
+    pushes = [(push["worker"], push["sequence"]) for update in updates for push in update["pushes"]]
+    samples = [(push["first"], push["slot"]) for update in updates for push in update["pushes"]]
+    assert len(pushes) == len(set(pushes)) and len(samples) == len(set(samples))
+    assert [update["update"] for update in updates] == list(range(1, len(updates) + 1))
+    assert nobody_left(out)
+
+
+@pytest.mark.all
+def test_a_stranger_worker_is_refused_and_the_run_is_as_if_it_had_not_come(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    from meshwright.sync.server.protocol import Refused, Run
+    from meshwright.sync.server.sockets import dial
+
+    out = job.parent / "stranger"
+    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    wait_for_step(out, 5, process)
+    facts = json.loads((out / "servers.json").read_text())
+    assert oct((out / "servers.token").stat().st_mode & 0o777) == "0o600"
+    host, port = facts["coordinator"]
+    assert host == "127.0.0.1"
+    with pytest.raises(Refused):
+        dial((host, port), Run("guess", facts["job"]), "worker-7")
+    with pytest.raises(Refused):
+        dial((host, port), Run((out / "servers.token").read_text(), "another"), "worker-7")
+    finish(process)
+    assert kinds(out).count("refused") == 2
+    assert_same_bits(out, alone)

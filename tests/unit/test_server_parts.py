@@ -1,0 +1,288 @@
+"""The parts of a parameter server one by one: frames, introductions, placement, cursor, ledger, rules of the job."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.sync.server import protocol
+from meshwright.sync.server.client import Worker
+from meshwright.sync.server.coordinator import Coordinator
+from meshwright.sync.server.cursor import Cursor
+from meshwright.sync.server.ledger import differences, predict
+from meshwright.sync.server.node import Node, PassiveNode
+from meshwright.sync.server.placement import cut, place
+from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run, decode, encode
+from meshwright.sync.server.rehearsal import Notes
+from meshwright.sync.server.replica import COORDINATOR, Replica
+from meshwright.sync.server.sockets import dial, listen, send
+from meshwright.sync.server.worker_link import WorkerLink
+from tests.small_jobs import small_job
+from tests.unit.simulated_servers import Computing, SmallStore, clocked, plan, replay, start
+
+RUN = Run("secret", "job-1")
+
+
+def through(frame: bytes, *, stranger: bool = False) -> Message:
+    position = 0
+
+    def receive(buffer: memoryview) -> None:
+        nonlocal position
+        if position + len(buffer) > len(frame):
+            raise EOFError
+        buffer[:] = frame[position : position + len(buffer)]
+        position += len(buffer)
+
+    return decode(receive, stranger=stranger)
+
+
+def frame(message: Message) -> bytes:
+    return b"".join(bytes(part) for part in encode(message))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_message_comes_out_as_it_went_in(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(5).to(dtype), torch.empty(0, dtype=dtype), torch.ones(2, 3).to(dtype).view(-1)]
+    message = through(frame(Message("push", {"worker": "w", "sequence": 3}, tensors)))
+    assert (message.kind, message.fields) == ("push", {"worker": "w", "sequence": 3})
+    assert all(torch.equal(one, two) for one, two in zip(message.tensors, tensors, strict=True))
+
+
+@given(st.binary(min_size=18, max_size=80))
+def test_noise_is_refused_in_a_sentence(noise: bytes) -> None:
+    with pytest.raises((ProtocolError, EOFError)):
+        through(noise)
+
+
+@pytest.mark.parametrize(
+    ("header", "tensor_bytes", "rule"),
+    [
+        (b"{}", 0, "malformed"),
+        (b"[1]", 0, "malformed"),
+        (json.dumps({"kind": "a", "fields": {}, "tensors": [["F16", 1]]}).encode(), 2, "malformed"),
+        (json.dumps({"kind": "a", "fields": {}, "tensors": [["F32", -1]]}).encode(), 0, "malformed"),
+        (json.dumps({"kind": "a", "fields": {}, "tensors": [["F32", True]]}).encode(), 4, "malformed"),
+        (json.dumps({"kind": "a", "fields": {}, "tensors": [["F32", 2]]}).encode(), 4, "announces 4 bytes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_header_is_refused(header: bytes, tensor_bytes: int, rule: str) -> None:
+    prefix = protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, len(header), tensor_bytes)
+    with pytest.raises(ProtocolError, match=rule):
+        through(prefix + header + b"\0" * tensor_bytes)
+
+
+def test_a_stranger_can_make_us_hold_nothing() -> None:
+    for header_bytes, tensor_bytes in ((protocol.STRANGER_HEADER_BYTES + 1, 0), (10, 1)):
+        prefix = protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, header_bytes, tensor_bytes)
+        with pytest.raises(ProtocolError, match=r"too (long|many)"):
+            through(prefix, stranger=True)
+
+
+class Echo:
+    """Answers everything with itself."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self.finished = False
+        self.seen: list[tuple[str, str]] = []
+        self.gone: list[str] = []
+
+    def handle(self, sender: str, message: Message) -> list[tuple[str, Message]]:
+        self.seen.append((sender, message.kind))
+        return [(sender, message)]
+
+    def lost(self, peer: str) -> list[tuple[str, Message]]:
+        self.gone.append(peer)
+        return []
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    said: list[str] = []
+    made = PassiveNode(Echo(), COORDINATOR, RUN, listen("127.0.0.1", None), said.append)
+    made.said = said  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("run", "rule"),
+    [(Run("wrong", "job-1"), "its token is not this run's"), (Run("secret", "job-2"), "it works on job job-2")],
+)
+def test_who_does_not_belong_is_refused_and_nothing_is_applied(node: Node, run: Run, rule: str) -> None:
+    with pytest.raises(Refused, match=rule) as refused:
+        dial(node.address, run, "worker-9")
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    until(lambda: node.said)  # type: ignore[attr-defined]
+    assert node.machine.seen == []  # type: ignore[attr-defined]
+    assert "secret" not in str(refused.value) + repr(run) and "wrong" not in repr(node.said)  # type: ignore[attr-defined]
+
+
+def test_another_version_is_told_so_on_both_sides(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_connection(node.address) as connection:
+        prefix = protocol.PREFIX.pack(protocol.MAGIC, 7, 2, 0)
+        connection.sendall(prefix + b"{}")
+        until(lambda: node.said)  # type: ignore[attr-defined]
+    assert "speaks version 7" in node.said[0] and "this side version 1" in node.said[0]  # type: ignore[attr-defined]
+    assert node.machine.seen == []  # type: ignore[attr-defined]
+
+
+def test_a_port_in_use_is_one_sentence(node: Node) -> None:
+    port = node.address[1]
+    with pytest.raises(InputError, match=rf"sync.server_port: port {port} on 127.0.0.1 cannot be used \(Address alr"):
+        listen("127.0.0.1", port)
+
+
+def test_a_coordinator_that_is_not_there_is_one_sentence() -> None:
+    listener = listen("127.0.0.1", None)
+    address = listener.getsockname()
+    listener.close()
+    worker = Worker("worker-0", 0, Computing())
+    with pytest.raises(MeshwrightError, match=r"cannot be reached \(Connection refused\)"):
+        WorkerLink(worker, address, RUN, 1.0).work()
+
+
+def test_a_peer_that_hangs_up_or_talks_nonsense_is_lost(node: Node) -> None:
+    one, two = dial(node.address, RUN, "one"), dial(node.address, RUN, "two")
+    send(one, Message("hello?"))
+    until(lambda: ("one", "hello?") in node.machine.seen)  # type: ignore[attr-defined]
+    one.close()
+    two.sendall(b"\0" * 64)
+    until(lambda: set(node.machine.gone) == {"one", "two"})  # type: ignore[attr-defined]
+    two.close()
+
+
+def test_over_sockets_too_every_replica_holds_what_the_order_says() -> None:
+    notes = Notes()
+    coordinator = Coordinator(plan(workers=2, steps=5), clocked(2), notes)
+    center = PassiveNode(coordinator, COORDINATOR, RUN, listen("127.0.0.1", None))
+    replicas, nodes = [], [center]
+    for shard in range(2):
+        for number in range(2):
+            name = f"server-{shard}.{number}"
+            replicas.append(Replica(name, shard, SmallStore(start(shard))))
+            nodes.append(Node(replicas[-1], name, RUN, listen("127.0.0.1", None)))
+            nodes[-1].connect(COORDINATOR, center.address)
+            host, port = nodes[-1].address
+            nodes[-1].tell(COORDINATOR, Message("register", {"shard": shard, "host": host, "port": port}))
+    links = [WorkerLink(Worker(f"worker-{i}", i, Computing()), center.address, RUN, 5.0) for i in range(2)]
+    threads = [threading.Thread(target=link.work) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    until(lambda: all(replica.finished for replica in replicas))
+    for each in reversed(nodes):
+        each.close()
+    expected = replay(notes, 2)
+    assert len(notes.updates) == 5
+    for replica in replicas:
+        assert torch.equal(replica.store.state()[0], expected[replica.shard].state()[0])
+    # Two workers, five steps, two shards of six float64: counted on both sides.
+    assert sum(link.payload["out", "push"] for link in links) == 2 * 5 * 2 * 6 * 8
+    assert sum(node.payload["in", "push"] for node in nodes) == 2 * (2 * 5 * 2 * 6 * 8)  # heads, then their successors
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 6), st.sampled_from(["size", "hash"]))
+def test_every_element_has_one_owner(sizes: list[int], shards: int, policy: str) -> None:
+    named = {f"p{index}": size for index, size in enumerate(sizes)}
+    placed = place(named, shards, policy, limit=512)  # type: ignore[arg-type]
+    chunks = sorted((c.parameter, c.start, c.stop) for mine in placed for c in mine)
+    assert chunks == sorted((c.parameter, c.start, c.stop) for c in cut(named, 512))
+    for name, size in named.items():
+        bounds = sorted((start, stop) for parameter, start, stop in chunks if parameter == name)
+        assert bounds[0][0] == 0 and bounds[-1][1] == size
+        assert all(one[1] == two[0] for one, two in pairwise(bounds))
+    if policy == "size":
+        loads = [sum(chunk.count for chunk in mine) for mine in placed]
+        best = max(max(c[2] - c[1] for c in chunks), -(-sum(sizes) // shards))
+        assert max(loads) <= (4 / 3 - 1 / (3 * shards)) * best * 1.5
+
+
+def test_a_further_server_takes_its_share_by_hashing_and_moves_nothing_else() -> None:
+    sizes = {f"layer{index}": 1000 for index in range(2000)}
+    before = {c.parameter: s for s, mine in enumerate(place(sizes, 4, "hash", limit=10_000)) for c in mine}
+    after = {c.parameter: s for s, mine in enumerate(place(sizes, 5, "hash", limit=10_000)) for c in mine}
+    moved = [name for name in sizes if before[name] != after[name]]
+    assert {after[name] for name in moved} == {4}
+    assert len(moved) / len(sizes) == pytest.approx(1 / 5, rel=0.3)
+    loads = Counter(after.values())
+    assert max(loads.values()) / (len(sizes) / 5) < 1.35
+
+
+def test_returned_ranges_come_first_and_none_twice() -> None:
+    cursor = Cursor(100, 10)
+    assert [cursor.take() for _ in range(3)] == [100, 110, 120]
+    cursor.give_back(110)
+    cursor.give_back(100)
+    assert cursor.returned == [100, 110]
+    assert [cursor.take() for _ in range(3)] == [100, 110, 130]
+
+
+def test_the_closed_form_of_bytes_and_what_differs_from_it() -> None:
+    ledger = predict([10, 6], master=4, compute=2, moments=2, slots=3)
+    assert (ledger.worker.push, ledger.worker.pull) == (64, 32)
+    assert ledger.shards[0].optimizer == 80 and ledger.shards[1].waiting == 72
+    server = {"shard": 1, "parameters": 24, "gradients": 24, "optimizer": 48, "pushes": 5, "push_bytes": 120}
+    worker = {"pushes": 2, "push_bytes": 128, "pulls": 2, "pull_bytes": 64}
+    assert differences(ledger, {"server": server, "worker": worker}) == []
+    wrong = differences(ledger, {"server": {**server, "gradients": 20}, "worker": {**worker, "pull_bytes": 60}})
+    assert wrong == ["server: gradients 20 bytes, predicted 24", "worker: pull 60 bytes, predicted 32 each"]
+
+
+SERVER = {"strategy": "server"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sync", "more", "rule"),
+    [
+        ("dp=2", {"servers": 2}, {}, "sync.servers: 2 is used by sync.strategy=server alone"),
+        ("dp=2 tp=2", SERVER, {}, "tp=2 does not combine with sync.strategy=server"),
+        ("pp=2 micro_batch=1", SERVER, {}, "pp=2 does not combine with sync.strategy=server"),
+        ("dp=2 zero=1", SERVER, {}, "zero=1 does not combine with sync.strategy=server, where the servers hold"),
+        ("dp=2", {**SERVER, "server_mode": "stale-synchronous"}, {}, "sync.staleness_bound is missing"),
+        ("dp=2", {**SERVER, "staleness_bound": 1}, {}, "used by server_mode=stale-synchronous alone"),
+        ("dp=2", {**SERVER, "backup_workers": 2}, {}, "leaves none of the 2 workers"),
+        ("dp=4", {**SERVER, "backup_workers": 1}, {}, "8 is not divided by the 3 pushes"),
+        ("dp=3", {**SERVER, "server_mode": "asynchronous"}, {}, "8 is not divided by the 3 workers"),
+        ("dp=2", {**SERVER, "server_mode": "asynchronous", "backup_workers": 1}, {}, "needs server_mode=synchronous"),
+        ("dp=2", {**SERVER, "stale_rate": "inverse"}, {}, "sync.stale_rate: inverse needs server_mode=asynchronous"),
+        ("dp=2", {**SERVER, "algorithm": "ring"}, {}, "ring is of strategy=all-reduce"),
+        ("dp=2", {**SERVER, "compression": "int8"}, {}, "with strategy=server gradients travel whole"),
+        ("dp=2", {**SERVER, "server_port": 70000}, {}, "70000 is no port"),
+        ("dp=2", {**SERVER, "server_mode": "asynchronous"}, {"train": {"deterministic": True}}, "depends on who is"),
+        ("dp=2", SERVER, {"precision": {"dtype": "float16"}}, "float16 needs a loss scale"),
+        ("dp=2", SERVER, {"cluster": {"device": "cuda"}}, "cuda is not available with sync.strategy=server"),
+        ("dp=2", SERVER, {"checkpoint": {"mode": "async"}}, "checkpoint.mode: async is not available"),
+        ("dp=2", SERVER, {"checkpoint": {"interval": 5.0}}, "checkpoint.interval: 5.0 is not available"),
+    ],
+)  # fmt: skip
+def test_what_does_not_combine_is_one_sentence(layout: str, sync: dict, more: dict, rule: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(InputError) as refused:
+        small_job(layout, sync=sync, **more)
+    assert any(rule in line for line in str(refused.value).splitlines()), str(refused.value)
+
+
+def test_more_servers_than_chunks_are_refused_before_anything_is_written() -> None:
+    from meshwright.train.servers.run import check_servers
+
+    with pytest.raises(InputError, match=r"sync.servers: 999 leaves server \d+ without parameters"):
+        check_servers(small_job("dp=2", sync={**SERVER, "servers": 999}))

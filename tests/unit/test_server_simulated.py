@@ -1,0 +1,278 @@
+"""The parameter server's promises, message by message: real coordinator, replicas and workers in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.sync.server.modes import Mode, Work
+from meshwright.sync.server.rehearsal import Notes, Rehearsal
+from meshwright.sync.server.staleness import factor, stability_limit
+from tests.unit.simulated_servers import Computing, SmallStore, arrival, clocked, network, plan, replay
+
+MODES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "synchronous": (lambda: clocked(2), {"steps": 3}),
+    "asynchronous": (lambda: arrival(2), {"pushes": 2, "steps": 3}),
+    "stale-synchronous": (lambda: clocked(2, bound=2), {"steps": 3}),
+    "backup": (lambda: clocked(3, enough=2, batch=2), {"workers": 3, "steps": 3}),
+}
+VICTIMS = ("server-0.0", "server-0.1", "server-1.0", "worker-1")
+
+
+def make(name: str, seed: int) -> Rehearsal:
+    mode, changes = MODES[name]
+    return network(plan(**changes), mode(), seed=seed)
+
+
+def assert_exact(run: Rehearsal, notes: Notes) -> None:
+    """Every replica left holds what the order of updates says, each push once; no accepted one is missing."""
+    assert run.coordinator.failure is None
+    expected = replay(notes, run.plan.shards)
+    assert run.replicas
+    for replica in run.replicas.values():
+        assert replica.version == len(notes.updates)
+        assert torch.equal(replica.store.state()[0], expected[replica.shard].state()[0])
+        assert torch.equal(replica.store.state()[1], expected[replica.shard].state()[1])
+    entries = [key for update in notes.updates for key in update.entries]
+    assert len(entries) == len(set(entries))
+    for worker in run.workers.values():
+        mine = [key for key in entries if key[0] == worker.name]
+        # A worker that died may not have heard of its last one.
+        assert worker.accepted <= len(mine) <= worker.accepted + 1
+
+
+def samples_of(notes: Notes) -> list[tuple[int, int]]:
+    return [(work.first, work.slot if work.slots > 1 else 0) for update in notes.updates for work in update.works]
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_process_comes_to_the_same_parameters_from_the_order_alone(name: str, seed: int) -> None:
+    run = make(name, seed)
+    notes = run.run()
+    assert_exact(run, notes)
+    assert len(set(samples_of(notes))) == len(samples_of(notes))
+    assert list(notes.saved) == [3] and notes.end == [None]
+
+
+def campaign(name: str, victim: str, every: int) -> int:
+    """Kill ``victim`` before every ``every``-th message of a run; how many kills there were."""
+    reference = make(name, 1)
+    reference.run()
+    kills = 0
+    for at in range(0, reference.delivered, every):
+        run = make(name, at)
+
+        def kill(number: int, run: Rehearsal = run, at: int = at) -> None:
+            here = victim in {**run.replicas, **run.dialogues}
+            if number == at and here and run.coordinator._started and not run.coordinator.finished:
+                run.kill(victim)
+
+        run.before_delivery = kill
+        notes = run.run()
+        assert_exact(run, notes)
+        kills += victim not in {**run.replicas, **run.dialogues} and any("lost" in kind for kind, _ in notes.events)
+        assert len(set(samples_of(notes))) == len(samples_of(notes))
+        if name == "synchronous":
+            for replica in run.replicas.values():
+                assert torch.equal(replica.store.state()[0], reference.replicas[replica.name].store.state()[0])
+    return kills
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_loses_nothing_and_applies_nothing_twice(name: str, victim: str) -> None:
+    assert campaign(name, victim, every=29) > 1
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("victim", [*VICTIMS, "server-1.1", "worker-0"])
+def test_a_kill_before_any_message_loses_nothing_and_applies_nothing_twice(name: str, victim: str) -> None:
+    assert campaign(name, victim, every=1) > 50
+
+
+@pytest.mark.parametrize("at", range(20, 150, 43))
+@pytest.mark.parametrize("name", MODES)
+def test_a_new_server_takes_over_the_state_and_then_the_shard(name: str, at: int) -> None:
+    run = make(name, at)
+    stage = 0
+
+    def act(number: int) -> None:
+        nonlocal stage
+        if stage == 0 and number >= at and run.coordinator._started:
+            run.kill("server-0.0")
+            run.add_server("server-0.9", 0)
+            stage = 1
+        elif stage == 1 and "server-0.9" in run.coordinator.chains[0].ready:
+            run.kill("server-0.1")
+            stage = 2
+
+    run.before_delivery = act
+    notes = run.run()
+    if run.coordinator.failure is not None:  # the second was gone before the third was ready: then it must say so
+        assert "no server left" in run.coordinator.failure
+        return
+    assert_exact(run, notes)
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("victim", ["server-0.0", "server-0.1", "worker-1"])
+@pytest.mark.parametrize("at", range(25, 140, 46))
+def test_one_that_was_taken_for_dead_goes_on_and_does_no_harm(name: str, victim: str, at: int) -> None:
+    run = make(name, at)
+
+    def act(number: int) -> None:
+        if number == at and run.coordinator._started and not run.coordinator.finished:
+            run.frozen.add(victim)
+            run.tick([victim])
+        if number >= at + 40:
+            run.frozen.discard(victim)
+
+    run.before_delivery = act
+    while run.step() or run.frozen:
+        if not any(queue for pair, queue in run.queues.items() if not run.frozen & set(pair)):
+            run.frozen.clear()  # everybody else is done
+    notes = run.notes
+    assert notes.end == [None]
+    assert_exact(run, notes)
+    out = run.replicas.get(victim)
+    assert out is None or out.name in run.coordinator.chains[0].members, "a deposed replica serves on"
+
+
+@given(
+    workers=st.integers(1, 4), bound=st.integers(0, 3), steps=st.integers(1, 5), seed=st.integers(0, 10_000),
+    dead=st.integers(0, 400),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_no_worker_runs_ahead_of_the_bound(workers: int, bound: int, steps: int, seed: int, dead: int) -> None:
+    mode = clocked(workers, bound=bound)
+    run = network(plan(workers=workers, steps=steps), mode, seed=seed)
+    asked: list[tuple[int, int]] = []
+    take = mode.take
+
+    def watch(worker: int, alive: Any) -> Work | None:
+        work = take(worker, alive)
+        if work is not None:
+            asked.append((work.clock, mode.open))  # type: ignore[attr-defined]
+        return work
+
+    mode.take = watch  # type: ignore[method-assign]
+
+    def kill(number: int) -> None:
+        if number == dead and workers > 1:
+            run.kill("worker-0")
+
+    run.before_delivery = kill
+    notes = run.run()
+    assert all(0 <= clock - oldest <= bound for clock, oldest in asked)
+    # Reads hold every update of clocks up to c - s - 1.
+    for update in notes.updates:
+        for fact in update.facts:
+            assert min(fact["versions"]) >= update.number - 1 - bound
+            assert max(fact["versions"]) <= update.number - 1
+    assert_exact(run, notes)
+
+
+def final(mode: Mode, seed: int, **changes: Any) -> list[torch.Tensor]:
+    run = network(plan(**changes), mode, seed=seed)
+    run.run()
+    return [run.replicas[f"server-{shard}.0"].store.state()[0] for shard in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bound_zero_is_synchronous_to_the_bit_in_any_order_of_messages(seed: int) -> None:
+    reference = final(clocked(3), 0, workers=3)
+    for one, two in zip(final(clocked(3, bound=0), seed, workers=3), reference, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_backup_workers_drop_late_pushes_and_hand_their_samples_out_again() -> None:
+    run = network(plan(workers=3, steps=6), clocked(3, enough=2, batch=2), seed=5)
+    notes = run.run()
+    assert all(len(update.entries) == 2 for update in notes.updates)
+    firsts = [work.first for update in notes.updates for work in update.works]
+    assert len(firsts) == len(set(firsts)) == 12
+    # Handed out so far: the applied ones and those that are to come back first, no other.
+    assert sorted([*firsts, *notes.returned]) == list(range(len(firsts) + len(notes.returned)))
+
+
+@pytest.mark.parametrize(("staleness", "limit"), [(0, 2.0), (1, 1.0), (2, 0.618), (4, 0.347)])
+def test_stability_on_a_quadratic_ends_where_theory_says(staleness: int, limit: float) -> None:
+    """Workers that take turns have constant staleness: one less than their number."""
+    assert stability_limit(staleness) == pytest.approx(limit, abs=5e-4)
+
+    def size_after(rate: float) -> float:
+        workers = staleness + 1
+        run = network(
+            plan(workers=workers, pushes=workers, steps=400 // workers, rate=lambda step: rate, clip_norm=None,
+                 replicas=1, shards=1),
+            arrival(workers),
+            store=lambda shard: SmallStore(torch.ones(1, dtype=torch.float64), momentum=0.0),
+            compute=lambda: Computing(lambda values, work: [values[0].clone()]),
+            seed=None,
+        )  # fmt: skip
+        notes = run.run()
+        late = [each for update in notes.updates[2 * workers : -2 * workers] for each in update.staleness]
+        assert set(late) == {staleness}
+        return float(run.replicas["server-0.0"].store.state()[0].abs().max())
+
+    assert size_after(0.97 * limit) < 1.0
+    assert size_after(1.03 * limit) > 1.0
+
+
+def test_factors_of_the_learning_rate() -> None:
+    assert [factor("none", s) for s in (0, 3)] == [1.0, 1.0]
+    assert [factor("inverse", s) for s in (0, 1, 4)] == [1.0, 1.0, 0.25]
+    assert factor("inverse-root", 3) == pytest.approx(1 / math.sqrt(4))
+
+
+@pytest.mark.parametrize("rule", ["inverse", "inverse-root"])
+def test_a_stale_push_is_applied_at_the_rule_s_rate(rule: Any) -> None:
+    run = network(plan(workers=3, pushes=3, staleness=rule), arrival(3), seed=2)
+    notes = run.run()
+    assert {max(update.staleness) for update in notes.updates} > {0}
+    for update in notes.updates:
+        assert update.rate == 0.1 * factor(rule, max(update.staleness))
+
+
+def test_a_step_that_is_not_finite_is_applied_nowhere() -> None:
+    def poison(values: list[torch.Tensor], work: Work) -> list[torch.Tensor]:
+        bad = math.nan if work.clock == 1 and work.slot == 1 else 1.0
+        return [torch.full_like(value, bad) for value in values]
+
+    run = network(plan(steps=4), clocked(2), compute=lambda: Computing(poison))
+    notes = run.run()
+    assert notes.updates[-1].number == 2 and notes.updates[-1].factor is None
+    assert notes.end[0] is not None and "must be finite" in notes.end[0]
+    assert all(bool(replica.store.state()[0].isfinite().all()) for replica in run.replicas.values())
+    skipping = network(plan(steps=4, stop_on_nonfinite=False), clocked(2), compute=lambda: Computing(poison))
+    assert [update.factor is None for update in skipping.run().updates] == [False, True, False, False]
+
+
+def test_validation_is_shared_out_and_survives_a_worker() -> None:
+    run = network(plan(steps=2, evaluate_at=frozenset({1, 2})), clocked(2), seed=3)
+    dead = False
+
+    def act(number: int) -> None:
+        nonlocal dead
+        if run.coordinator._validating is not None and not dead:
+            dead = True
+            run.kill("worker-1")
+
+    run.before_delivery = act
+    notes = run.run()
+    assert set(notes.validated) == {1, 2} and None not in notes.validated.values()
+    assert_exact(run, notes)
+
+
+def test_the_last_server_of_a_shard_cannot_be_done_without() -> None:
+    run = network(plan(replicas=1), clocked(2))
+    run.before_delivery = lambda number: run.kill("server-1.0") if number == 60 else None
+    run.run()
+    assert run.coordinator.failure is not None and "shard 1 has no server left" in run.coordinator.failure
