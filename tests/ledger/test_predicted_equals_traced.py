@@ -120,6 +120,13 @@ def hold(block: int, pairs: int) -> int:
     return compared["pairs"]
 
 
+def test_a_stage_between_others_gathers_nothing_in_vain() -> None:
+    """FSDP2 itself would gather, once a step, a block of another micro-batch that nothing waits for."""
+    job = small_job("dp=2 zero=3 pp=3 schedule=1f1b micro_batch=1", model={"layers": 6}, batch={"global_size": 6})
+    stage_one = job.layout.dp
+    assert differences(job, stage_one) == []
+
+
 def test_some_pairs() -> None:
     assert hold(0, 12) == 12
 

@@ -396,3 +396,7 @@ def _look_ahead(root: Any, blocks: Sequence[Any]) -> None:
     order = [root, *reversed(blocks)]
     for this, following in pairwise(order):
         this.set_modules_to_backward_prefetch([following])
+    if blocks:
+        # Left to itself FSDP2 would gather what ran before the first block: in a stage without an embedding, a block of
+        # another micro-batch, in vain. Itself is gathered already.
+        blocks[0].set_modules_to_backward_prefetch([blocks[0]])
