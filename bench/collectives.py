@@ -5,7 +5,9 @@ rank's. Figures are medians over rounds and, in parentheses, the quickest round,
 better number. ``ours`` goes through memory the ranks share, as on one host in a run; ``ours by sends`` is what goes
 between hosts. Sizes are bytes of the whole tensor: a reduce-scatter's input, an all-gather's output.
 
-The other ways to build an all-gather on Gloo are there too, to show why it is built from sends and receives.
+The other ways to build an all-gather on Gloo are there too, to show why it is built from sends and receives; and every
+algorithm of ``[sync] algorithm``, through shared memory. ``--links sends`` takes those by sends instead. Two-level
+algorithms take half of the ranks for a node.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from bench.statistics import median, paired_ratio
 from meshwright.comm.collectives import all_gather, all_gather_json, all_reduce, reduce_scatter
 from meshwright.comm.shared_memory import close_channel, open_channel
 from meshwright.prove.pool import RankPool
+from meshwright.sync.all_reduce import make_algorithm
 
 KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, KIB**2, 4 * KIB**2, 16 * KIB**2, 64 * KIB**2)
+ALGORITHMS = ("ring", "tree", "halving-doubling", "hierarchical", "leaders", "ordered")
 CONTESTANTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("ours", "ours by sends", "gloo", "all_to_all list", "batch_isend_irecv"),
-    "reduce_scatter": ("ours", "ours by sends", "gloo", "all_to_all + sum"),
-    "all_reduce": ("ours", "ours by sends", "gloo"),
+    "reduce_scatter": ("ours", "ours by sends", "gloo", "all_to_all + sum", *ALGORITHMS),
+    "all_reduce": ("ours", "ours by sends", "gloo", *ALGORITHMS),
 }
 
 
@@ -63,8 +67,25 @@ def _all_to_all_and_sum(whole: Tensor, part: Tensor) -> None:
     torch.sum(received.view(dist.get_world_size(), -1), 0, out=part)
 
 
-def _run(operation: str, contestant: str, sharing: dist.ProcessGroup) -> Callable[[Tensor, Tensor], object]:
+def _algorithm(operation: str, name: str, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], object]:
+    degree = group.size()
+    algorithm = make_algorithm(name, [rank // max(1, degree // 2) for rank in range(degree)])
+
+    def run(whole: Tensor, part: Tensor) -> None:
+        all_reduced = operation == "all_reduce"
+        steps = algorithm.all_reduce(whole, group) if all_reduced else algorithm.reduce_scatter(part, whole, group)
+        for handle in steps:
+            handle.wait()
+
+    return run
+
+
+def _run(
+    operation: str, contestant: str, sharing: dist.ProcessGroup, links: str
+) -> Callable[[Tensor, Tensor], object]:
     assert dist.group.WORLD is not None
+    if contestant in ALGORITHMS:
+        return _algorithm(operation, contestant, sharing if links == "memory" else dist.group.WORLD)
     group = sharing if contestant == "ours" else dist.group.WORLD
     contestant = contestant.removesuffix(" by sends")
     table: dict[tuple[str, str], Callable[[Tensor, Tensor], object]] = {
@@ -81,7 +102,7 @@ def _run(operation: str, contestant: str, sharing: dist.ProcessGroup) -> Callabl
     return table[operation, contestant]
 
 
-def measure(operation: str, size: int, rounds: int, dtype_name: str) -> dict[str, list[float]]:
+def measure(operation: str, size: int, rounds: int, dtype_name: str, links: str = "memory") -> dict[str, list[float]]:
     """Runs on every rank: seconds of this rank by contestant, one a round after two to warm up."""
     dtype = getattr(torch, dtype_name)
     degree = dist.get_world_size()
@@ -90,7 +111,7 @@ def measure(operation: str, size: int, rounds: int, dtype_name: str) -> dict[str
     names = CONTESTANTS[operation]
     sharing = dist.new_group()
     open_channel(sharing, all_gather_json)
-    calls = {name: _run(operation, name, sharing) for name in names}
+    calls = {name: _run(operation, name, sharing, links) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-2, rounds):
         turn = number % len(names)
@@ -105,18 +126,18 @@ def measure(operation: str, size: int, rounds: int, dtype_name: str) -> dict[str
     return seconds
 
 
-def compare(pool: RankPool, operation: str, size: int, rounds: int, dtype: str) -> dict[str, Any]:
+def compare(pool: RankPool, operation: str, size: int, rounds: int, dtype: str, links: str) -> dict[str, Any]:
     """One operation at one size on the pool's ranks."""
     from bench.collectives import measure as on_ranks  # by its own name, not __main__'s: the ranks look it up there
 
-    by_rank = pool.run(on_ranks, operation, size, rounds, dtype, timeout=600.0)
+    by_rank = pool.run(on_ranks, operation, size, rounds, dtype, links, timeout=600.0)
     slowest = {
         name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
         for name in CONTESTANTS[operation]
     }
     ratio = paired_ratio(slowest["gloo"], slowest["ours"])
     return {
-        "operation": operation, "ranks": pool.size, "bytes": size, "dtype": dtype, "seconds": slowest,
+        "operation": operation, "ranks": pool.size, "bytes": size, "dtype": dtype, "links": links, "seconds": slowest,
         "gloo_over_ours": ratio.median, "low": ratio.low, "high": ratio.high,
     }  # fmt: skip
 
@@ -142,10 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bytes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--links", choices=("memory", "sends"), default="memory", help="of the algorithms")
     parser.add_argument("--json", type=Path, help="write every round's seconds there")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console = Console(width=160)
+    console = Console(width=200)
     load = os.getloadavg()[0]
     console.print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {load:.1f}")
     results: list[dict[str, Any]] = []
@@ -154,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for ranks in options.ranks:
             pool = RankPool(ranks)
             for size in options.bytes:
-                rows.append(compare(pool, operation, size, options.rounds, options.dtype))
+                rows.append(compare(pool, operation, size, options.rounds, options.dtype, options.links))
             pool.close()
         console.print(table_of(rows))
         results.extend(rows)

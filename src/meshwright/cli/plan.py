@@ -39,7 +39,15 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="The ledger of the layout, with the formula beside each number.")
     ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of --explain; absent: the fullest.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Of --explain (absent: the fullest), or of --explain-sync (absent: 0).")
+    ] = None,
+    explain_sync: Annotated[
+        bool, typer.Option("--explain-sync", help="Follow one element of a rank's gradient to the sum, hop by hop.")
+    ] = False,
+    element: Annotated[
+        str | None, typer.Option(help='Of --explain-sync: "layers.0.mlp.down.weight[7]"; absent: of the first matrix.')
+    ] = None,
     compare: Annotated[
         list[str] | None, typer.Option(help='Layouts side by side: --compare "dp=8" "dp=2 tp=4".')
     ] = None,
@@ -77,6 +85,11 @@ def plan(
         spares=spares, elastic=elastic, price=price,
     )  # fmt: skip
     console = Console(quiet=as_json)
+    if explain_sync:
+        _explain_sync(job, cluster, rank or 0, element, console, as_json)
+        return
+    if element is not None:
+        raise InputError(f"--element: {element!r} is followed by --explain-sync only; give both or neither")
     if compared:
         _compare(job, compared, cluster, console, as_json)
         return
@@ -194,6 +207,27 @@ def _explained(job: Job, found: Plan, rank: int | None) -> tuple[str, Any, list[
     ledger = predict(resolved, [chosen])
     lines = [(line.quantity, line.formula, line.value) for line in explain(resolved, chosen)]
     return best.layout, ledger, lines
+
+
+def _explain_sync(
+    job: Job, cluster: str | None, rank: int, element: str | None, console: Console, as_json: bool
+) -> None:
+    """Follow one gradient element under the job's layout, or the planner's where that is "auto"."""
+    from meshwright.cli.plan_sync import explain_sync, show_sync
+    from meshwright.plan.machines import without_budget
+
+    if job.auto:
+        found = _find(job, cluster, None, 1, as_json)
+        if not found.layouts:
+            raise InputError(f"--explain-sync: no layout fits ({nothing_fits(found)}); give one by --layout")
+        job = job.with_layout(parse_layout(found.layouts[0].layout))
+    resolved = without_budget(job).resolve(purpose="plan")
+    boundaries = explain_sync(resolved, rank, element)
+    if as_json:
+        followed = [boundary._asdict() for boundary in boundaries]
+        print(json.dumps({"layout": str(resolved.layout), "rank": rank, "boundaries": followed}))
+    else:
+        show_sync(console, resolved, rank, boundaries)
 
 
 def _horizon(found: Plan, options: DaysOptions, job: Job) -> Horizon | None:

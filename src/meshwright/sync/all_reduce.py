@@ -15,16 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.sync.halving_doubling import HalvingDoubling
-from meshwright.sync.hierarchical import Hierarchical
-from meshwright.sync.leaders import Leaders
 from meshwright.sync.native import Backend, Direct
-from meshwright.sync.ordered import Ordered
-from meshwright.sync.ring import Ring
 from meshwright.sync.run import DEFAULT_CHUNK_BYTES, Scheduled, Steps
-from meshwright.sync.tree import Tree
+from meshwright.sync.schedules import SCHEDULED, make_schedule
 
-ALGORITHMS = ("direct", "backend", "ring", "tree", "halving-doubling", "hierarchical", "leaders", "ordered")
+ALGORITHMS = ("direct", "backend", *SCHEDULED)
 OPERATIONS = ("sum", "min", "max", "average")
 
 
@@ -48,31 +43,19 @@ def make_algorithm(
 
     Args:
         name: one of ``ALGORITHMS``.
-        nodes: the node of each rank of the group, for ``hierarchical`` and ``leaders``; absent: all on one.
+        nodes: the node of each rank of the group, for ``hierarchical`` and ``leaders``; required there.
         chunk_bytes: longer all-reduces are cut into chunks of so many bytes, whose messages and additions overlap.
 
     Raises:
         InputError: there is no such algorithm, or it needs ``nodes``.
     """
-    if name in ("hierarchical", "leaders"):
-        if nodes is None:
-            raise InputError(f"algorithm: {name} must know the node of each rank; give nodes")
-        both = Hierarchical(tuple(nodes)) if name == "hierarchical" else Leaders(tuple(nodes))
-        return Scheduled(both, chunk_bytes)
-    match name:
-        case "direct":
-            return Direct()
-        case "backend":
-            return Backend()
-        case "ring":
-            return Scheduled(Ring(), chunk_bytes)
-        case "tree":
-            return Scheduled(Tree(), chunk_bytes)
-        case "halving-doubling":
-            return Scheduled(HalvingDoubling(), chunk_bytes)
-        case "ordered":
-            return Scheduled(Ordered(), chunk_bytes)
-    raise InputError(f"algorithm: {name!r} is not an all-reduce; use one of {', '.join(ALGORITHMS)}")
+    if name == "direct":
+        return Direct()
+    if name == "backend":
+        return Backend()
+    if name not in ALGORITHMS:
+        raise InputError(f"algorithm: {name!r} is not an all-reduce; use one of {', '.join(ALGORITHMS)}")
+    return Scheduled(make_schedule(name, nodes), chunk_bytes)
 
 
 def all_reduce(
