@@ -9,7 +9,9 @@ from rich.console import Console
 
 from meshwright.cli.plan import search_progress
 from meshwright.cli.plan_show import seconds, short, size
+from meshwright.job.cluster import load_cluster
 from meshwright.job.job import Job
+from meshwright.job.validate_sync import sync_problems
 from meshwright.recovery.environment import RankPlace
 from meshwright.verbs import Planned, with_planned_layout
 
@@ -43,3 +45,42 @@ def settled_layout(job: Job, place: RankPlace | None, resumed: Path | None, quie
             f"fullest rank, predicted; the fastest of {planned.plan.searched:,} layouts"
         )
     return planned
+
+
+def settled_sync(job: Job, quiet: bool) -> Job:
+    """The job with the planner's all-reduce algorithm and bucket size where those are "auto".
+
+    Only machines that were measured as such have links that say anything about CPU ranks; without them the sum stays
+    direct, and buckets those of [memory].
+
+    Args:
+        job: resolved.
+        quiet: no line about it.
+    """
+    sync = job.sync
+    wanted = sync.algorithm == "auto" or sync.bucket_bytes == "auto"
+    if not wanted or job.cluster.machines is None or job.layout.dp == 1 or sync.strategy != "all-reduce":
+        return job
+    cluster = load_cluster(job.cluster.machines)
+    if cluster.host is None:
+        return job
+    from meshwright.plan.sync_choice import choose
+
+    found, changed, said = choose(job, cluster), job, []
+    if sync.bucket_bytes == "auto":
+        changed = _with_sync(changed, bucket_bytes=found.bucket_bytes)
+        said.append(f"sync.bucket_bytes={found.bucket_bytes}")
+    if sync.algorithm == "auto" and found.algorithm != "direct":
+        other = _with_sync(changed, algorithm=found.algorithm, node_size=found.node_size)
+        if not list(sync_problems(other)):  # what another key of [sync] asks for comes first
+            changed = other
+            quick, direct = found.seconds[found.algorithm], found.seconds["direct"]
+            said.append(f"sync.algorithm={found.algorithm} ({seconds(quick)} a bucket; direct {seconds(direct)})")
+    if said:
+        console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
+        console.print(f"planned {', '.join(said)}, predicted")
+    return changed
+
+
+def _with_sync(job: Job, **values: object) -> Job:
+    return job.model_copy(update={"sync": job.sync.model_copy(update=values)})

@@ -42,7 +42,7 @@ class _Element(NamedTuple):
 
     stage: StagePlace
     tensor: LocalTensor
-    index: int
+    number: int
     buffer: str
     position: int
     """In one shard's part of the buffer."""
@@ -97,7 +97,7 @@ def _find(job: Job, place: Place, divided: Division, text: str | None) -> _Eleme
 def _in_bucket(
     job: Job, place: Place, stage: StagePlace, tensor: LocalTensor, index: int, divided: Division
 ) -> _Element:
-    limit = job.memory.bucket_bytes // place.wide_bytes
+    limit = job.bucket_bytes // place.wide_bytes
     apart = place.spec.tied and job.layout.stage_count > 1
     all_buckets = list(packed(stage.tensors, limit, apart))
     for number, tensors in enumerate(all_buckets):
@@ -134,7 +134,7 @@ class _Path:
     def boundaries(self) -> Iterator[Boundary]:
         """In the order in which they are crossed."""
         place, element, divided = self.place, self.element, self.divided
-        name = f"{element.tensor.name}[{element.index}]"
+        name = f"{element.tensor.name}[{element.number}]"
         mine = frozenset({self.worker})
         whose = f"rank {place.rank} (dp {self.worker}, tp {place.coordinates.tp}, pp {place.coordinates.pp})"
         count = place.micro_batches

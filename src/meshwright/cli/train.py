@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.auto import settled_layout
+from meshwright.cli.auto import settled_layout, settled_sync
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment
@@ -38,6 +38,7 @@ def train(
     place = detect_environment()
     planned = settled_layout(load_job(job_file, overrides or [], layout), place, out if resume else None, as_json)
     job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
+    job = settled_sync(job, as_json or (place is not None and place.rank != 0))
     check_port(port)  # before anything is written
     if job.sync.strategy == "server":
         _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)

@@ -66,6 +66,11 @@ class Handle(dist.Work):
         self._finish = finish
         self._done = False
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Whose operation it is."""
+        return self._group
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in the output; further calls return at once."""
         if not self._done:

@@ -114,7 +114,7 @@ def spends_of(timeline: Timeline) -> Spends:
             parts[kind][detail] = seconds
         else:
             parts[kind] = seconds
-    return Spends(wall=timeline.wall, **parts)
+    return Spends(wall=timeline.wall, buckets=tuple(timeline.buckets), **parts)
 
 
 def waiting_for_the_slowest(

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from meshwright.ledger.ledger import BucketTimes
+
 _active: Timeline | None = None
 
 
@@ -43,6 +45,8 @@ class Timeline:
         """By axis: how long each operation blocked, in program order, the same on all ranks of a group."""
         self.receives: list[float] = []
         """How long each pipeline receive blocked."""
+        self.buckets: list[BucketTimes] = []
+        """Sums of gradients that have ended."""
         self.wall = 0.0
         self._synchronise, self._clock = synchronise, clock
         self._stack: list[tuple[str, str]] = []
@@ -52,6 +56,10 @@ class Timeline:
         if self._synchronise is not None:
             self._synchronise()
         return self._clock()
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return self._clock() - self._began
 
     def _charge(self, now: float) -> None:
         self.seconds[self._stack[-1]] += now - self._since

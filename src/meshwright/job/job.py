@@ -101,6 +101,11 @@ class Job(BaseModel):
         """The shape of the model, without where it came from."""
         return ModelSpec(**{name: getattr(self.model, name) for name in ModelSpec.model_fields})
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Gradient bytes of a bucket: the [sync] section's, or else the [memory] section's."""
+        return self.sync.bucket_bytes if isinstance(self.sync.bucket_bytes, int) else self.memory.bucket_bytes
+
     def source(self, key: str) -> str:
         """Where the value of ``key`` (such as ``layout.dp``) came from, in words."""
         section, _, name = key.partition(".")

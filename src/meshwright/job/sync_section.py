@@ -26,6 +26,9 @@ class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
     """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
     node_size: PositiveInt | None = None
     """``hierarchical``, ``leaders``: consecutive ranks that share a node."""
+    bucket_bytes: PositiveInt | Literal["auto"] | None = None
+    """Gradients are summed in buckets of this size, in bytes, while backward runs; ``auto``: by the links of
+    ``cluster.machines``; absent: ``memory.bucket_bytes``."""
     chunk_bytes: PositiveInt = 4 * 2**20
     """Longer all-reduces go in chunks of so many bytes, whose messages and additions overlap; ``auto``, ``direct`` and
     ``backend`` see to that themselves."""

@@ -92,6 +92,23 @@ class Send(_Part):
         return (self.axis, self.operation, self.phase)
 
 
+class BucketTimes(_Part):
+    """One sum of a bucket of gradients (ZeRO-2, 3: of a layer's) in a timed step: seconds since the step began."""
+
+    name: str
+    """The first parameter in it."""
+    bytes: int
+    """Of its gradients."""
+    ready: float
+    """Its last gradient came."""
+    start: float
+    """Its first message left: buckets start in one order, so one may wait for the one before it."""
+    end: float
+    """Its sum was there, and noticed."""
+    exposed: float
+    """How long the training thread waited for messages and added them, instead of computing."""
+
+
 class Spends(_Part):
     """Seconds of one rank's step; ``data`` to ``other`` sum to ``wall``."""
 
@@ -107,6 +124,8 @@ class Spends(_Part):
     """In the pipeline, for a neighbour's result."""
     checkpoint: float = 0.0
     other: float = 0.0
+    buckets: tuple[BucketTimes, ...] = ()
+    """Measured on CPU: each sum of gradients, in the order in which they ended; their exposed time is in the parts."""
 
     def parts(self) -> Iterator[tuple[str, float]]:
         """The parts by name, in the order of the tables."""

@@ -108,6 +108,8 @@ class Bucket:
         ]
         self.filled = [False] * len(self.slots)
         """Whether a slot of the gradient buffer holds anything of this step (of this micro-step: ``every_step``)."""
+        self.ready: float | None = None
+        """When, in a timed step, its last gradient came."""
         self.missing: set[int] = set()
         """Slots whose gradient of this micro-step has not come yet."""
         self._accumulator = self.gradient.new_zeros(self.size // copies.degree) if every_step else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.copies import Copies, Span
 from meshwright.comm.phase import phase
+from meshwright.parallel.bucket_trace import now, traced
 from meshwright.parallel.buckets import DEFAULT_BUCKET_BYTES, Bucket, accumulation_dtype, pack
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.owned import BackwardPart, Owned
@@ -161,6 +162,8 @@ class BucketedDataParallel:
             stage.under_way = True
             self._flight.settle(bucket)
         bucket.take(index, gradient)
+        if not bucket.missing:
+            bucket.ready = now()
         if self._every_step or number in self._ending:
             while stage.started < len(stage.buckets) and not stage.buckets[stage.started].missing:
                 self._start_next(stage)
@@ -171,9 +174,10 @@ class BucketedDataParallel:
         with phase("reduce"):
             bucket.fill_up()
             if self._every_step:
-                self._flight.start(bucket, bucket.exchange())
+                sequence = bucket.exchange()
             else:
-                self._flight.start(bucket, self.reducer.reduce(bucket.name, bucket.gradient, bucket.copies))
+                sequence = self.reducer.reduce(bucket.name, bucket.gradient, bucket.copies)
+            self._flight.start(bucket, traced(bucket.name, bucket.gradient.nbytes, bucket.ready, sequence))
         if self._every_step:
             bucket.forget()
             if stage.started == len(stage.buckets):

@@ -52,6 +52,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from meshwright.comm.collectives import Handle, all_gather, all_to_all
 from meshwright.comm.copies import Copies, Span
 from meshwright.comm.phase import phase
+from meshwright.parallel.bucket_trace import traced
 from meshwright.parallel.buckets import accumulation_dtype, add_chain, pending
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.flight import Sequence as Operations
@@ -140,7 +141,7 @@ class _Reduction(ReduceScatter):
         """Start adding; ``finish_gradients`` ends it."""
         self.drop_gradients()  # FSDP2 would add to them; the accumulator does
         with phase("reduce"):
-            self._flight.start(self, self._add(input_tensor))
+            self._flight.start(self, traced(self.name, input_tensor.nbytes, None, self._add(input_tensor)))
 
     def _add(self, contributions: Tensor) -> Operations:
         """Add what the ranks have for me to the accumulator."""

@@ -68,7 +68,7 @@ class Work:
             dtype=job.precision.dtype,
             optimizer=job.optimizer.name,
             momentum=job.optimizer.momentum,
-            bucket_bytes=job.memory.bucket_bytes,
+            bucket_bytes=job.bucket_bytes,
         )
 
     @property

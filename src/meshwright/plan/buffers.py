@@ -214,6 +214,6 @@ def _numbers(job: Job, place: Place) -> int:
 
 def _stage_buckets(job: Job, place: Place, divided: Division, stage: StagePlace) -> list[Bucket]:
     """The buckets of one stage in the order in which they start."""
-    limit = job.memory.bucket_bytes // place.wide_bytes
+    limit = job.bucket_bytes // place.wide_bytes
     apart = place.spec.tied and job.layout.stage_count > 1
     return [Bucket(tensors, divided, 1) for tensors in packed(stage.tensors, limit, apart)]

@@ -196,7 +196,7 @@ class Group:
 
 def buckets(job: Job, place: Place, divided: Division) -> list[Bucket]:
     """The flat buckets of all stages of a rank (replicated, ZeRO-1)."""
-    limit = job.memory.bucket_bytes // place.wide_bytes
+    limit = job.bucket_bytes // place.wide_bytes
     apart = place.spec.tied and job.layout.stage_count > 1
     return [
         Bucket(tensors, divided, times)
