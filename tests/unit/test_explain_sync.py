@@ -75,6 +75,12 @@ def test_what_is_not_there_is_refused(rank: int, element: str | None, sentence: 
     assert str(refused.value).startswith(sentence)
 
 
+def test_codes_and_meetings_are_not_followed() -> None:
+    coded = small_job("dp=2 micro_batch=1", sync={"compression": "bf16"})
+    with pytest.raises(InputError, match="bf16 sends no single gradient elements; follow them with"):
+        explain_sync(coded, 0, None)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_job(tmp_path))
     words = ["plan", file, "--layout", "dp=2 zero=1", "--explain-sync", "--rank", "1"]

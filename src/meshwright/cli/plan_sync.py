@@ -61,10 +61,16 @@ def explain_sync(job: Job, rank: int, element: str | None) -> list[Boundary]:
         element: ``name[index]`` of a parameter on that rank; absent: the middle of its first matrix.
 
     Raises:
-        InputError: there is no such rank, parameter or element.
+        InputError: there is no such rank, parameter or element, or single elements are not what is sent.
     """
     if not 0 <= rank < job.layout.ranks:
         raise InputError(f"--rank: {rank} is not a rank of layout {job.layout}; use 0 to {job.layout.ranks - 1}")
+    if job.sync.strategy != "all-reduce" or job.sync.compression != "none":
+        key = "strategy" if job.sync.strategy != "all-reduce" else "compression"
+        raise InputError(
+            f"--explain-sync: sync.{key}={getattr(job.sync, key)} sends no single gradient elements; follow them with "
+            f"--set sync.{key}={'all-reduce' if key == 'strategy' else 'none'}"
+        )
     place = Place(job, rank)
     divided = division(job, place)
     return list(_Path(job, place, divided, _find(job, place, divided, element)).boundaries())
