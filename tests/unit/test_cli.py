@@ -320,6 +320,8 @@ def test_job_files(tmp_path: Path, out: Path, refuse: Refuse, content: bytes | N
     [
         ([], "check: nothing to check; give --layout, --matrix or --self-test"),
         (["--matrix", "layuots"], "--matrix: 'layuots' is not a matrix; use layouts, sync or reshard"),
+        (["--matrix", "sync", "--ledger"],
+         "--matrix: sync has no ledgers to compare; use --matrix layouts, or --layout"),
         (["--layout", "dp=2", "--dtype", "bfloat16"],
          "--dtype: 'bfloat16' has no bound to hold; use float64 or float32"),
         (["--layout", "tp=4"], "layout: tp=4 does not divide 2 key/value heads; use 1 or 2"),

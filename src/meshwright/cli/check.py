@@ -55,6 +55,8 @@ def check(
     if ledger:
         if self_test:
             raise InputError("check: --ledger and --self-test do not go together; give one of them")
+        if matrix not in (None, "layouts"):
+            raise InputError(f"--matrix: {matrix} has no ledgers to compare; use --matrix layouts, or --layout")
         compare_ledgers(job_file, layout, matrix, dtype, max_ranks, cluster, overrides or [], as_json)
     if cluster is not None:
         raise InputError("check: --cluster predicts times for --ledger; give both or neither")
