@@ -96,13 +96,13 @@ def train(
     resolved = planned.job.resolve()
     if resolved.sync.strategy == "server":
         check_servers(resolved)
-    prepare_run(resolved, folder, resume=resume, from_step=from_step)
-    planned.write(folder)
-    if resolved.sync.strategy == "server":
-        train_with_servers(resolved, folder, resume=resume, quiet=quiet)
-        return finish_report(resolved, folder, quiet=quiet)
-    words = [*(["--resume"] if resume else []), *(["--quiet"] if quiet else [])]
-    launch(folder, resolved.layout.ranks, words, port=port)
+    with prepare_run(resolved, folder, resume=resume, from_step=from_step):
+        planned.write(folder)
+        if resolved.sync.strategy == "server":
+            train_with_servers(resolved, folder, resume=resume, quiet=quiet)
+        else:
+            words = [*(["--resume"] if resume else []), *(["--quiet"] if quiet else [])]
+            launch(folder, resolved, words, port=port, replan=for_fewer_ranks)
     return finish_report(resolved, folder, quiet=quiet)
 
 
@@ -208,6 +208,26 @@ def nothing_fits(found: Plan) -> str:
     )
     why = family.reason.removeprefix("memory: ") if family else f"rank {closest.fullest_rank} has too little memory"
     return f"the closest is {closest.layout}: {why}"
+
+
+def for_fewer_ranks(job: Job, ranks: int) -> Job | None:
+    """A resolved job on at most ``ranks`` ranks: the planner's choice where the job names its machines, or one nearby.
+
+    None when no layout of the job fits them.
+    """
+    from meshwright.job.layout_text import parse_layout
+    from meshwright.recovery.shrink import fewer_ranks
+
+    nearby = fewer_ranks(job, ranks)
+    if nearby is None or job.cluster.machines is None:
+        return nearby
+    try:
+        found = plan(job, ranks=nearby.layout.ranks, top=1)
+        if not found.fits:
+            return nearby
+        return nearby.with_layout(parse_layout(found.layouts[0].layout), source="planned").resolve()
+    except InputError:  # those machines cannot be had in such a number
+        return nearby
 
 
 def _read(job: JobLike, layout: str | None = None, overrides: Sequence[str] = ()) -> Job:

@@ -147,7 +147,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(
     begin: Callable[..., subprocess.Popen[str]], job: Path, whole: Path
 ) -> None:
     out = job.parent / "rank-killed"
-    process = begin("train", job, "--out", out, *LONG_RUN)
+    process = begin("train", job, "--out", out, *LONG_RUN, *settings("recovery.restarts=0"))
     wait_for_step(out, 12, process)
     ranks = ranks_of(out)
     ranks[1].send_signal(signal.SIGKILL)

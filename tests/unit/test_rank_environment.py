@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.recovery.environment import RankPlace, detect_environment, first_slurm_host
+from meshwright.recovery.environment import RankPlace, detect_environment, first_slurm_host, restarted
 
 TORCHRUN = {
     "RANK": "5",
@@ -46,6 +46,11 @@ def test_torchrun() -> None:
         master_port=29400,
         source="torchrun",
     )
+
+
+def test_whether_torchrun_starts_us_again() -> None:
+    assert not restarted({}) and not restarted({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert restarted({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
 
 
 def test_slurm_is_mapped_to_torch_s_names() -> None:

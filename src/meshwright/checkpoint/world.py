@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.position import waiting
+
 
 class World(Protocol):
     """Ranks that act together. Values are what JSON can hold."""
@@ -67,7 +69,8 @@ class GroupWorld:
         lengths = self._lengths(mine.numel())
         padded = self._padded(mine, max(lengths))
         parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
-        dist.gather(padded, parts, group=self.group, group_dst=0)
+        with waiting(self.group, "gather"):
+            dist.gather(padded, parts, group=self.group, group_dst=0)
         return [self._decode(part, length) for part, length in zip(parts or [], lengths, strict=False)]
 
     def scatter(self, values: Sequence[Any]) -> Any:
@@ -76,21 +79,24 @@ class GroupWorld:
         lengths = self.broadcast([part.numel() for part in parts])
         mine = torch.empty(max(lengths), dtype=torch.uint8, device=self._device)
         padded = [self._padded(part, max(lengths)) for part in parts]
-        dist.scatter(mine, padded or None, group=self.group, group_src=0)
+        with waiting(self.group, "scatter"):
+            dist.scatter(mine, padded or None, group=self.group, group_src=0)
         return self._decode(mine, lengths[self.rank])
 
     def broadcast(self, value: Any) -> Any:
         """See :class:`World`."""
         mine = self._encode(value) if self.rank == 0 else self._encode(None)
         length = torch.tensor([mine.numel()], device=self._device)
-        dist.broadcast(length, group=self.group, group_src=0)
-        content = mine if self.rank == 0 else mine.new_empty(int(length))
-        dist.broadcast(content, group=self.group, group_src=0)
+        with waiting(self.group, "broadcast"):
+            dist.broadcast(length, group=self.group, group_src=0)
+            content = mine if self.rank == 0 else mine.new_empty(int(length))
+            dist.broadcast(content, group=self.group, group_src=0)
         return self._decode(content, int(length))
 
     def _lengths(self, length: int) -> list[int]:
         lengths = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([length], device=self._device), group=self.group)
+        with waiting(self.group, "all_gather"):
+            dist.all_gather(lengths, torch.tensor([length], device=self._device), group=self.group)
         return [int(each) for each in lengths]
 
     def _encode(self, value: Any) -> Tensor:

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.checkpoint.folder import CHECKPOINTS, steps
 from meshwright.cli.auto import settled_layout, settled_sync
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
-from meshwright.recovery.environment import RankPlace, detect_environment
+from meshwright.recovery.environment import RankPlace, detect_environment, restarted
 from meshwright.recovery.launch import check_port, launch
+from meshwright.recovery.lock import RunLock
 from meshwright.train.prepare import prepare_run
+from meshwright.verbs import for_fewer_ranks
 
 
 def train(
@@ -43,20 +46,27 @@ def train(
     if job.sync.strategy == "server":
         _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)
         return
+    held = []  # the lock of the directory, until this process ends
+    again = place is not None and restarted() and (out / "job.toml").is_file()
+    if again:  # by torchrun, after a failure
+        resume = bool(steps(out / CHECKPOINTS))
 
     def prepare() -> None:
-        prepare_run(job, out, resume=resume, from_step=from_step)
+        if again and not resume:
+            held.append(RunLock(out))
+            return
+        held.append(prepare_run(job, out, resume=resume, from_step=from_step if resume else None))
         planned.write(out)
 
     if place is not None:
-        _be_a_rank(place, job, out, resume, as_json, prepare)
+        _be_a_rank(place, job, out, resume, as_json, prepare, again)
         return
     prepare()
     if not as_json:
         print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
               f"ranks: {job.layout}", flush=True)  # fmt: skip
     words = [*(["--resume"] if resume else []), *(["--quiet"] if as_json else [])]
-    launch(out, job.layout.ranks, words, port=port)
+    launch(out, job, words, port=port, replan=for_fewer_ranks)
     _report(job, out, as_json)
 
 
@@ -72,24 +82,27 @@ def _train_with_servers(
             "rank; run `meshwright train` by itself"
         )
     check_servers(job)  # before anything is written
-    prepare_run(job, out, resume=resume, from_step=from_step)
+    lock = prepare_run(job, out, resume=resume, from_step=from_step)
     write_plan(out)
     if not as_json:
         model, servers = job.model_spec, job.sync.servers * job.sync.server_replicas
         print(f"training {model.name} ({model.parameter_count:,} parameters) on {job.layout.dp} workers and {servers} "
               f"servers: {job.sync.server_mode}", flush=True)  # fmt: skip
-    train_with_servers(job, out, resume=resume, quiet=as_json)
+    with lock:
+        train_with_servers(job, out, resume=resume, quiet=as_json)
     _report(job, out, as_json)
 
 
-def _be_a_rank(place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None]) -> None:
+def _be_a_rank(
+    place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None], again: bool
+) -> None:
     from meshwright.recovery.rank import run_as_rank
     from meshwright.train.worker import train_rank
 
     place.export()
 
     def work() -> None:
-        train_rank(out, resume=resume, job=job, quiet=as_json, prepare=prepare)
+        train_rank(out, resume=resume, job=job, quiet=as_json, prepare=prepare, restart=again)
         if place.rank == 0:
             _report(job, out, as_json)
 

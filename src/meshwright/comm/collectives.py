@@ -37,6 +37,7 @@ from meshwright.comm.exchange import (
     spread,
     swap,
 )
+from meshwright.comm.position import started
 from meshwright.comm.shared_memory import channel_of
 from meshwright.comm.timeline import blocked
 from meshwright.comm.traffic import Key, nbytes, operation, resumed
@@ -65,6 +66,7 @@ class Handle(dist.Work):
         self._works: Sequence[Any] = works
         self._finish = finish
         self._done = False
+        self._sequence = started(group) if group.size() > 1 else 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -76,7 +78,7 @@ class Handle(dist.Work):
         if not self._done:
             self._done = True
             if self._works:
-                with blocked(self._group, self._name):
+                with blocked(self._group, self._name, self._sequence):
                     for work in self._works:
                         work.wait()
             finish, self._works, self._finish = self._finish, (), None

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.collectives import all_gather_json
+from meshwright.comm.position import name_group
 from meshwright.comm.shared_memory import channel_of, close_channel, open_channel
 from meshwright.errors import InputError
 from meshwright.job.grid import GRID_AXES, Coordinates, coordinates, grid_shape
@@ -70,6 +71,9 @@ class Mesh:
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._alone: dist.ProcessGroup | None = None
         self._make_groups()
+        for axis, group in self._groups.items():
+            if self.degree(axis) > 1:
+                name_group(str(group.group_name), axis, self._ranks[axis])
         self._share_memory()
         self._coordinates = {axis: ranks.index(self.rank) for axis, ranks in self._ranks.items()}
         self._axis_of_name: dict[str, str] = {

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from meshwright.comm.position import in_phase
 from meshwright.comm.timeline import active_timeline
 
 # One training thread a process. A plain global, not a context variable: autograd's own threads (CUDA) see it too.
@@ -22,10 +23,11 @@ def phase(name: str) -> Iterator[None]:
 
     The names in use: ``data``, ``batch``, ``forward``, ``recompute``, ``backward``, ``reduce``,
     ``optimizer``, ``publish``, ``metrics``, ``evaluate``, ``checkpoint``, ``setup``. The active
-    timeline charges time by them.
+    timeline charges time by them, and the rank's position says which it is in.
     """
     global _current
     previous, _current = _current, name
+    in_phase(name)
     timeline = active_timeline()
     try:
         if timeline is None:
@@ -35,6 +37,7 @@ def phase(name: str) -> Iterator[None]:
                 yield
     finally:
         _current = previous
+        in_phase(previous)
 
 
 def current_phase() -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from meshwright.comm.position import waiting
 from meshwright.ledger.ledger import BucketTimes
 
 _active: Timeline | None = None
@@ -128,14 +129,16 @@ def span(kind: str, detail: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def blocked(group: dist.ProcessGroup, operation: str) -> Iterator[None]:
-    """Report time spent waiting in ``operation`` to the active timeline.
+def blocked(group: dist.ProcessGroup, operation: str, sequence: int | None = None) -> Iterator[None]:
+    """Report time spent waiting in ``operation`` to the active timeline, and the wait to the rank's position.
 
-    Pipeline receives are ``"receive"``. Without a timeline it costs next to nothing.
+    Pipeline receives are ``"receive"``. ``sequence`` is the number that the operation was given when it started;
+    absent: it starts now. Without a timeline it costs next to nothing.
     """
     timeline = _active
-    if timeline is None:
-        yield
-    else:
-        with timeline.blocked(group, operation):
+    with waiting(group, operation, sequence):
+        if timeline is None:
             yield
+        else:
+            with timeline.blocked(group, operation):
+                yield

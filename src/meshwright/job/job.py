@@ -22,6 +22,7 @@ from meshwright.job.fault_section import FaultSection
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import LAYOUT_KEYS, is_auto, parse_layout_values
 from meshwright.job.model_spec import ModelSpec
+from meshwright.job.recovery_section import RecoverySection
 from meshwright.job.sections import (
     BatchSection,
     CheckpointSection,
@@ -60,6 +61,7 @@ class Job(BaseModel):
     sync: SyncSection = Field(default_factory=SyncSection)
     memory: MemorySection = Field(default_factory=MemorySection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    recovery: RecoverySection = Field(default_factory=RecoverySection)
     observe: ObserveSection = Field(default_factory=ObserveSection)
     fault: FaultSection = Field(default_factory=FaultSection)
 

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
 from meshwright.comm.phase import phase
+from meshwright.comm.position import in_micro_batch
 from meshwright.comm.timeline import blocked
 from meshwright.model.backward_part import backward_part
 from meshwright.parallel.owned import BackwardPart, DataParallel
@@ -158,6 +159,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         """The forward pass of one micro-batch."""
+        in_micro_batch(fwd_chunk_id)
         self._wait_receive("forward", fwd_chunk_id)
         with phase("forward"):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
@@ -166,6 +168,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """The backward pass of one micro-batch, or its input part."""
+        in_micro_batch(bwd_chunk_id)
         self._wait_receive("backward", bwd_chunk_id)
         whole = full_backward or not self._split
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward=whole)

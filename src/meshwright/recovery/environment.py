@@ -57,6 +57,12 @@ def detect_environment(environment: Mapping[str, str] | None = None) -> RankPlac
     return None
 
 
+def restarted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun has started its ranks before this time, and some failed."""
+    environment = os.environ if environment is None else environment
+    return _number(environment, "TORCHELASTIC_RESTART_COUNT", 0) > 0
+
+
 def _from_torch(environment: Mapping[str, str], source: str = "") -> RankPlace:
     source = source or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else "the launcher (RANK, WORLD_SIZE)")
     return _checked(

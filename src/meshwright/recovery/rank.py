@@ -15,17 +15,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from meshwright.errors import MeshwrightError, TrainingStopped
 from meshwright.files import replace_text
 
 LAUNCHER_VARIABLE = "MESHWRIGHT_LAUNCHER"
 """Environment variable: the process id of the launcher whose end must be ours."""
+PARENT_VARIABLE = "MESHWRIGHT_PARENT"
+"""Environment variable: our parent, where that is not the launcher itself but the spare process it forks ranks from."""
 RECORDS_VARIABLE = "MESHWRIGHT_RECORDS"
 """Environment variable: the folder that takes each rank's record."""
+
+HANDED_OVER = 75
+"""Exit code of a rank that left because another one failed."""
 
 State = Literal["running", "done", "stopped", "failed"]
 
@@ -44,6 +49,12 @@ class RankRecord:
     """Seconds since the epoch at which the rank came to this state."""
     exit_code: int = 0
     error: str = ""
+    deliberate: bool = False
+    """It failed by a decision of ours: another start would end the same."""
+    blamed: list[int] = field(default_factory=list)
+    """Ranks that it found to hold corrupt state."""
+    good_step: int = -1
+    """The last step after which none did."""
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:
@@ -72,7 +83,7 @@ def end_with_launcher() -> None:
     if launcher is None or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):
+    if os.getppid() != int(os.environ.get(PARENT_VARIABLE, launcher)):
         os._exit(1)
 
 
@@ -91,7 +102,7 @@ def run_as_rank(work: Callable[[], object]) -> NoReturn:
     # A closed terminal means the same as a request to end.
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
-    def report(state: State, exit_code: int = 0, error: str = "") -> None:
+    def report(state: State, exit_code: int = 0, error: str = "", **more: Any) -> None:
         if folder is not None:
             RankRecord(
                 rank=rank,
@@ -101,6 +112,7 @@ def run_as_rank(work: Callable[[], object]) -> NoReturn:
                 time=time.time(),
                 exit_code=exit_code,
                 error=error,
+                **more,
             ).write(Path(folder))
 
     exit_code = 0
@@ -117,7 +129,11 @@ def run_as_rank(work: Callable[[], object]) -> NoReturn:
         if exit_code:
             _show(error)
         _flush()
-        report("failed" if exit_code else "done", exit_code, _describe(error) if exit_code else "")
+        said = _describe(error) if exit_code else ""
+        report(
+            "failed" if exit_code else "done", exit_code, said, deliberate=isinstance(error, MeshwrightError),
+            blamed=getattr(error, "blamed", []), good_step=getattr(error, "good_step", -1),
+        )  # fmt: skip
     else:
         _flush()
         report("done")

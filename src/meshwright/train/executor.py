@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwright.comm.position import in_micro_batch
 from meshwright.comm.record import phase
 from meshwright.data.batch import Batch
 from meshwright.model.transformer import StageModel
@@ -33,6 +34,7 @@ class LoopExecutor:
         """See ``Executor.run``."""
         losses: list[Tensor | None] = []
         for index, batch in enumerate(batches):
+            in_micro_batch(index)
             with self._data_parallel.micro_batch(last=index == len(batches) - 1):
                 with phase("forward"):
                     loss = self._module(None, batch, divisor)

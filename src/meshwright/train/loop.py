@@ -15,17 +15,21 @@ import torch
 from meshwright.checkpoint.save import SaveError
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.phase import phase
+from meshwright.comm.position import begin_own_time, begin_step, finish_step, holds_state
 from meshwright.data.loader import Loader
 from meshwright.errors import TrainingStopped
 from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.job.steady import steady_step
 from meshwright.observe.progress import StepProgress
-from meshwright.observe.records import JsonLines, truncate_after_step
+from meshwright.observe.records import JsonLines, read_json_lines, truncate_after_step
+from meshwright.recovery.handover import Here
 from meshwright.train.background_save import BackgroundSaver
 from meshwright.train.cadence import Cadence
 from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
+from meshwright.train.replicas import Replicas
 from meshwright.train.saving import Saver, require_shared
 from meshwright.train.sinks import TensorBoard, peak_memory_bytes
 from meshwright.train.trainer import StepReport, Trainer
@@ -37,7 +41,17 @@ class TrainingLoop:
     """Runs one job on one rank from its start, or from the last checkpoint of its run directory, to its end."""
 
     def __init__(
-        self, job: Job, mesh: Mesh, run_dir: Path, *, device: torch.device, resume: bool, quiet: bool = False
+        self,
+        job: Job,
+        mesh: Mesh,
+        run_dir: Path,
+        *,
+        device: torch.device,
+        resume: bool,
+        quiet: bool = False,
+        restart: bool = False,
+        state: Path | None = None,
+        here: Here | None = None,
     ) -> None:
         self.job, self.mesh, self.run_dir = job, mesh, run_dir
         self.first = mesh.coordinate("world") == 0
@@ -46,20 +60,31 @@ class TrainingLoop:
         self.trainer = Trainer(job, mesh, device)
         self.saver = Saver(self.trainer, self.loader, run_dir)
         require_shared(run_dir, self.saver.world)
-        if resume:
+        if state is not None:
+            self.saver.resume_from_memory(state)
+        elif resume:
             self.saver.resume()
+        # Other ways of synchronising keep state of a rank's own, which no replica and no copy in memory has.
+        alike = job.sync.strategy == "all-reduce" and self.trainer.compressing is None
+        self.here = here if alike else None
+        replicas = Replicas(self.saver)
+        self.replicas = replicas if alike and replicas.any else None
         self.background = BackgroundSaver(self.saver) if job.checkpoint.mode == "async" else None
         self.cadence = Cadence(job.checkpoint, self.saver.world)
         self._unsaved: SaveError | None = None
         self.start = self.trainer.step_number
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self._ledger_step())
-        self._open_records(resume)
+        self._open_records(resume or restart)
         self._best_rates: list[float] = []
         self._last_validation: float | None = None
         if job.fault.inject or job.fault.listen:
             from meshwright.train.faults.arm import arm
 
             arm(self)
+        holds_state(self.start)
+        begin_own_time()
+        if self.here is not None:
+            self.here.offer(self.trainer.changing, self.saver.held)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; the summary, which is also ``summary.json`` (whole on the first rank).
@@ -72,9 +97,11 @@ class TrainingLoop:
         began = time.monotonic()
         with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
             outcome, report = self._steps()
-        self._take_written(wait=True)
-        if self.trainer.step_number > self.saver.saved_step:
-            self._save_now(last=True)
+        with phase("checkpoint"):
+            self._take_written(wait=True)
+            if self.trainer.step_number > self.saver.saved_step:
+                self._compare()
+                self._save_now(last=True)
         self._event(outcome, step=self.trainer.step_number)
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
@@ -92,6 +119,7 @@ class TrainingLoop:
     def _steps(self) -> tuple[Outcome, StepReport | None]:
         """Steps until all are done or the ranks agree to stop; how it ended, and the last step."""
         report: StepReport | None = None
+        self._complete_last_step()
         while self.trainer.step_number < self.job.train.steps:
             report = self._one_step()
             if not report.applied:
@@ -103,9 +131,31 @@ class TrainingLoop:
                 self._event("skipped", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
             if report.stop_requested and report.step < self.job.train.steps:
                 return "stopped", report
-            self._maybe_evaluate(report)
-            self._maybe_save()
+            self._after(report)
         return "done", report
+
+    def _after(self, report: StepReport, *, evaluate: bool = True) -> None:
+        """What is due once a step is done."""
+        if evaluate:
+            self._maybe_evaluate(report)
+        with phase("checkpoint"):
+            every = self.job.recovery.digest_every
+            self._compare(due=every is not None and self.trainer.step_number % every == 0)
+            self._maybe_copy()
+            self._maybe_save()
+        begin_own_time()
+
+    def _complete_last_step(self) -> None:
+        """What was due after the step of a state from memory, and did not come to be done."""
+        report = self.trainer.last_report
+        if report is None:
+            return
+        rows = [row for row in read_json_lines(self.metrics_path) if row.get("step") == report.step]
+        if not any("loss" in row for row in rows):
+            self._record_step(report)
+        evaluated = self.saver.world.broadcast(any("validation_loss" in row for row in rows))
+        if self.trainer.step_number > self.saver.saved_step:
+            self._after(report, evaluate=not evaluated)
 
     def _must_stop(self, report: StepReport) -> bool:
         """Whether a step that was not applied ends the run; a loss scale that is still falling does not."""
@@ -130,16 +180,28 @@ class TrainingLoop:
 
     def _one_step(self) -> StepReport:
         started = time.monotonic()
+        begin_step(self.trainer.step_number + 1)
         with self.recorder.around(self.trainer.step_number):
-            with self.recorder.span("data"):
+            with phase("data"):
                 batches = self.loader.batches(self.trainer.step_number)
             data_seconds = time.monotonic() - started
             report = self.trainer.step(batches)
         seconds = time.monotonic() - started
-        tokens = self.job.batch.global_size * self.job.data.sequence_length
+        finish_step(report.step)
         rate = report.valid_tokens / seconds
         if not self.recorder.instrumented:
             self._best_rates.append(rate)
+        self._record_step(
+            report,
+            step_seconds=seconds,
+            data_seconds=data_seconds,
+            tokens_per_second=rate,
+            peak_memory_bytes=peak_memory_bytes(self.trainer.device),
+        )
+        self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
+        return report
+
+    def _record_step(self, report: StepReport, **times: float) -> None:
         self._record(
             step=report.step,
             loss=report.loss,
@@ -148,14 +210,9 @@ class TrainingLoop:
             applied=report.applied,
             loss_scale=report.loss_scale,
             valid_tokens=report.valid_tokens,
-            total_tokens=tokens,
-            step_seconds=seconds,
-            data_seconds=data_seconds,
-            tokens_per_second=rate,
-            peak_memory_bytes=peak_memory_bytes(self.trainer.device),
+            total_tokens=self.job.batch.global_size * self.job.data.sequence_length,
+            **times,
         )
-        self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
-        return report
 
     def _maybe_evaluate(self, report: StepReport) -> None:
         every, step = self.job.train.eval_every, report.step
@@ -182,10 +239,22 @@ class TrainingLoop:
                 total, tokens = total + loss, tokens + valid
         return total / tokens if tokens else None
 
+    def _compare(self, *, due: bool = True) -> None:
+        """Compare what replicas hold, where the job asks for it: now and then, and always before it is saved."""
+        if due and self.replicas is not None and self.job.recovery.digest_every is not None:
+            self.replicas.compare()
+
+    def _maybe_copy(self) -> None:
+        """Copy the state into memory that outlives this rank, where the job asks for it."""
+        every = self.job.recovery.memory_every
+        if self.here is not None and every is not None and self.trainer.step_number % every == 0:
+            self.here.copy(self.saver.held())
+
     def _maybe_save(self) -> None:
         self._take_written(wait=False)
         if not self.cadence.due(self.trainer.step_number):
             return
+        self._compare()
         if self.background is None:
             self._save_now()
             return
@@ -255,7 +324,7 @@ class TrainingLoop:
         if resume:
             for records in [path, *self._records_of_absent_ranks()]:
                 truncate_after_step(records, self.start)
-        self.metrics = JsonLines(path)
+        self.metrics_path, self.metrics = path, JsonLines(path)
         self.board = TensorBoard(self.run_dir / "tensorboard") if self.first and self.job.observe.tensorboard else None
         self.events = JsonLines(self.run_dir / "events.jsonl") if self.first else None
         for problem in self.saver.passed_over:

@@ -19,11 +19,12 @@ from meshwright.files import replace_text
 from meshwright.job.fault_section import check_faults
 from meshwright.job.job import Job, load_job
 from meshwright.job.memory import check_memory
+from meshwright.recovery.lock import LOCK, RunLock
 from meshwright.train.saving import FOLDER
 
 
-def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None = None) -> None:
-    """Check the run directory and the data, tokenise, and write ``job.toml``.
+def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None = None) -> RunLock:
+    """Check the run directory and the data, tokenise, and write ``job.toml``; the lock is to be held while it runs.
 
     Args:
         job: resolved.
@@ -33,15 +34,27 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
 
     Raises:
         InputError: the directory is not empty (or, to resume, holds no run or another model's), cannot be
-            written, the data are unusable, or the ranks need more memory than there is.
+            written, another run works in it, the data are unusable, or the ranks need more memory than there is.
     """
     if from_step is not None and not resume:
         raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
     if resume:
-        _check_resumable(job, run_dir, from_step)
+        _check_run(run_dir)
     else:
         check_faults(job)
         _check_fresh(run_dir)
+    lock = RunLock(run_dir)
+    try:
+        _prepare(job, run_dir, resume, from_step)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> None:
+    if resume:
+        _check_resumable(job, run_dir, from_step)
     if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
         _check_devices(job)
     else:
@@ -77,7 +90,7 @@ def _check_machine(job: Job) -> None:
 def _check_fresh(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        entries = sorted(entry.name for entry in run_dir.iterdir())
+        entries = sorted(entry.name for entry in run_dir.iterdir() if entry.name != LOCK)
     except OSError as error:
         raise InputError(
             f"--out: {run_dir} cannot be used ({error.strerror}); give a directory you may write"
@@ -107,9 +120,12 @@ def _check_space(job: Job, run_dir: Path) -> None:
         )
 
 
-def _check_resumable(job: Job, run_dir: Path, from_step: int | None) -> None:
+def _check_run(run_dir: Path) -> None:
     if not (run_dir / "job.toml").is_file():
         raise InputError(f"--resume: {run_dir} holds no run (no job.toml); leave --resume out to start one")
+
+
+def _check_resumable(job: Job, run_dir: Path, from_step: int | None) -> None:
     before = load_job(run_dir / "job.toml").model_spec
     now = job.model_spec
     for field in type(now).model_fields:

@@ -25,9 +25,10 @@ from meshwright.errors import CheckpointError, DamagedCheckpoint, InputError
 from meshwright.job.job import Job
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
+from meshwright.recovery.handover import State
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.sync_state import SyncState
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import StepReport, Trainer
 
 FOLDER = CHECKPOINTS
 
@@ -120,7 +121,28 @@ class Saver:
         later = supersede_later(self.folder, self.saved_step, self.disk) if self.world.rank == 0 else None
         self.superseded = self.world.broadcast(later)
 
-    def restore(self, path: Path) -> None:
+    def resume_from_memory(self, path: Path) -> None:
+        """Continue from a state that the ranks before these handed over; no checkpoint is later than it."""
+        last = self.restore(path).state.get("last_report")
+        self.trainer.last_report = StepReport(**last) if last is not None else None
+        self.saved_step = self.world.broadcast(max(steps(self.folder), default=0) if self.world.rank == 0 else None)
+
+    def held(self) -> State:
+        """Everything this rank holds after the last step, the copies of what another one speaks for included."""
+        job, tensors, counted = self.trainer.job, list[PlacedTensor](), list[bool]()
+        for index, piece in enumerate(self.trainer.owned):
+            placed = self.tensors([index])
+            tensors += placed
+            counted += [piece.counted] * len(placed)
+        header = {
+            "layout": str(job.layout), "model": job.model_spec.model_dump(mode="json"),
+            "optimizer": job.optimizer.model_dump(mode="json"),
+            # Its step may have been the last thing that happened: nobody has written down yet how it went.
+            "state": {**self.scalars(), "last_report": vars(report) if (report := self.trainer.last_report) else None},
+        }  # fmt: skip
+        return State(self.trainer.step_number, tensors, counted, job.model_spec.parameter_count, header)
+
+    def restore(self, path: Path) -> Manifest:
         """Take over everything a checkpoint holds; its layout may be any."""
         trainer = self.trainer
         manifest = load(path, self.tensors(range(len(trainer.owned))), world=self.world)
@@ -135,6 +157,7 @@ class Saver:
         self.sync.restore(path, manifest, self.world)
         trainer.data_parallel.publish()
         self.saved_step = manifest.step
+        return manifest
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
         """The cursor means the same samples only under the same seed and over as many samples."""

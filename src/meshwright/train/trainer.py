@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.position import holds_state
 from meshwright.comm.record import phase
 from meshwright.data.batch import Batch
 from meshwright.job.job import Job
@@ -80,9 +82,13 @@ class Trainer:
             enabled=half,
         )
         self.step_number = 0
+        self.last_report: StepReport | None = None
+        """Of the step after which masters and optimizer are the state."""
         self.stop_wanted = False
         self._valid_of_replica = 0
         self._limit = job.optimizer.clip_norm
+        self.changing = threading.Lock()
+        """Held while masters, optimizer, loss scale and step number go from one step to the next."""
         self._counts_loss = mesh.coordinate("tp") == 0
 
     def step(self, batches: list[Batch]) -> StepReport:
@@ -109,16 +115,24 @@ class Trainer:
         loss, norm, own_norm = loss / scale, norm / scale, own_norm / scale
         finite = math.isfinite(norm) and math.isfinite(loss)
         rate = self.learning_rate(self.step_number)
+        with self.changing:
+            holds_state(-1)
+            if finite:
+                limit = None if self.compressing is not None and self.compressing.clips_locally else self._limit
+                self._update(rate, clip_coefficient(own_norm, limit) / scale)
+            if self.compressing is not None:
+                self.compressing.settle(finite)
+            self.loss_scale.update(finite=finite)
+            self.step_number += 1
+            report = StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
+            self.last_report = report
+            holds_state(self.step_number)
         if finite:
-            limit = None if self.compressing is not None and self.compressing.clips_locally else self._limit
-            self._update(rate, clip_coefficient(own_norm, limit) / scale)
-        if self.compressing is not None:
-            self.compressing.settle(finite)
-        self.loss_scale.update(finite=finite)
-        self.step_number += 1
-        if finite and self.apart is not None:
-            self.apart.after(self.step_number, mine)
-        return StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
+            with phase("publish"):
+                self.data_parallel.publish()
+            if self.apart is not None:
+                self.apart.after(self.step_number, mine)
+        return report
 
     def evaluate(self, batches: list[Batch]) -> tuple[float, int, bool]:
         """Sum of the loss (nats) and valid tokens over the micro-batches of all dp ranks; whether any wants to stop."""
@@ -174,8 +188,6 @@ class Trainer:
                 gradients = [piece.gradient for piece in self.owned if piece.gradient.numel()]
                 torch._foreach_mul_(gradients, factor)
             self.optimizer.step(rate)
-        with phase("publish"):
-            self.data_parallel.publish()
 
     def _loss_slots(self, losses: list[Tensor | None]) -> Tensor:
         """The loss of every micro-batch of the global batch, at its own place; zero where it is another rank's."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,7 +16,10 @@ from meshwright.comm.collectives import all_gather_json
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
-from meshwright.recovery.rank import run_as_rank
+from meshwright.recovery.causes import lost_a_peer
+from meshwright.recovery.handover import Here, await_the_launcher
+from meshwright.recovery.rank import RECORDS_VARIABLE, run_as_rank
+from meshwright.recovery.shared import Member
 from meshwright.train.loop import TrainingLoop
 
 
@@ -45,6 +49,8 @@ def train_rank(
     job: Job | None = None,
     quiet: bool = False,
     prepare: Callable[[], None] | None = None,
+    restart: bool = False,
+    state: Path | None = None,
 ) -> None:
     """Join the process group and train.
 
@@ -54,24 +60,52 @@ def train_rank(
         job: absent: the directory's ``job.toml``.
         quiet: no progress on the terminal.
         prepare: what the first rank does before any trains, where no launcher did; if it refuses, all ranks do.
+        restart: after a failure: what the run recorded beyond where it goes on from is forgotten.
+        state: go on from this state in memory instead.
 
     Raises:
         TrainingStopped: the ranks agreed to stop early; all is saved.
         MeshwrightError: the input is wrong, or training failed.
     """
+    here = _here()
     job = job or load_job(run_dir / "job.toml")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     prepare_determinism(job)
     device = choose_device(job)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    _join("nccl" if device.type == "cuda" else "gloo", here, timedelta(seconds=job.recovery.collective_after))
     if dist.get_rank() != 0:
         # The first rank speaks; what it would warn of, the others would repeat.
         warnings.simplefilter("ignore")
     with Mesh(job.layout, device.type) as mesh:
         if prepare is not None:
             on_first_rank(prepare, mesh)
-        TrainingLoop(job, mesh, run_dir, device=device, resume=resume, quiet=quiet).run()
+        try:
+            TrainingLoop(
+                job, mesh, run_dir, device=device, resume=resume, quiet=quiet, restart=restart, state=state, here=here
+            ).run()
+        except Exception as error:
+            if here is not None and lost_a_peer(str(error)):
+                await_the_launcher(job.recovery.handover)
+            raise
     dist.destroy_process_group()
+
+
+def _here() -> Here | None:
+    """This rank as its launcher sees it; None where another launcher started it."""
+    member = Member.from_environment()
+    if member is None:
+        return None
+    here = Here(member)
+    here.write_stacks_to(Path(os.environ[RECORDS_VARIABLE]) / f"rank-{member.rank}.stack")
+    return here
+
+
+def _join(backend: str, here: Here | None, timeout: timedelta) -> None:
+    if here is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=here.store(size, timeout), rank=rank, world_size=size, timeout=timeout)
 
 
 def on_first_rank(prepare: Callable[[], None], mesh: Mesh) -> None:
@@ -92,13 +126,19 @@ def on_first_rank(prepare: Callable[[], None], mesh: Mesh) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m meshwright.train.worker RUN_DIR [--resume] [--quiet]``."""
+    """Entry point of ``python -m meshwright.train.worker RUN_DIR [--resume] [--quiet] [--restart] [--state PATH]``."""
     parser = argparse.ArgumentParser(description="One rank of a training run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--restart", action="store_true")
+    parser.add_argument("--state", type=Path)
     options = parser.parse_args(arguments)
-    run_as_rank(lambda: train_rank(options.run_dir, resume=options.resume, quiet=options.quiet))
+    run_as_rank(
+        lambda: train_rank(
+            options.run_dir, resume=options.resume, quiet=options.quiet, restart=options.restart, state=options.state
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -129,12 +129,15 @@ def arm(loop: TrainingLoop) -> Injector:
     section = loop.job.fault
     injector = Injector(site, dict(named(section.faults)), listen=section.listen)
 
-    def before(owner: Any, method: str, phase: str) -> None:
-        """Come to ``phase`` of the step under way before ``method`` of ``owner`` runs."""
+    def before(owner: Any, method: str, phase: str, *, counted: bool = False) -> None:
+        """Come to ``phase`` of the step under way before ``method`` of ``owner`` runs.
+
+        ``counted``: the step is then already among those done.
+        """
         original = getattr(owner, method)
 
         def wrapped(*arguments: Any, **named_arguments: Any) -> Any:
-            injector.at(trainer.step_number + 1, phase)
+            injector.at(trainer.step_number + (not counted), phase)
             return original(*arguments, **named_arguments)
 
         setattr(owner, method, wrapped)
@@ -142,7 +145,7 @@ def arm(loop: TrainingLoop) -> Injector:
     before(trainer.data_parallel, "finish_gradients", "reduce")
     before(trainer, "_agree", "agree")
     before(trainer, "_update", "optimizer")
-    before(trainer.data_parallel, "publish", "publish")
+    before(trainer.data_parallel, "publish", "publish", counted=True)
     _wrap_step(loop, injector)
     _wrap_passes(loop, injector)
     _wrap_saving(loop, injector)

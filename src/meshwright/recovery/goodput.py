@@ -1,0 +1,95 @@
+"""Where the wall time of a run went, failures included; the parts sum to the wall.
+
+    useful      steps that count, on all ranks
+    degraded    what steps that count lost because there were fewer ranks than planned: 1 - ranks / planned
+    replayed    steps done again, and the part of a step that a failure cut off
+    checkpoint  ranks standing still for a checkpoint
+    detection   from a rank's last sign of life until its failure was known
+    restart     from then until training went on
+    idle        before the first step, and after the last
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.files import replace_text
+
+Part = Literal["useful", "degraded", "replayed", "checkpoint", "detection", "restart", "idle"]
+PARTS: tuple[Part, ...] = ("useful", "degraded", "replayed", "checkpoint", "detection", "restart", "idle")
+
+
+@dataclass
+class Goodput:
+    """Charges every moment since ``began`` to one part.
+
+    Args:
+        began: seconds of a monotonic clock.
+        planned_ranks: of the layout that the run was begun with.
+    """
+
+    began: float
+    planned_ranks: int
+    _pieces: list[tuple[float, float, Part, int]] = field(default_factory=list)
+    """Start, end, part, ranks; consecutive."""
+
+    @property
+    def until(self) -> float:
+        """Up to when it is charged."""
+        return self._pieces[-1][1] if self._pieces else self.began
+
+    def charge(self, now: float, part: Part, ranks: int) -> None:
+        """The time since the last charge was this."""
+        start = self.until
+        if now <= start:
+            return
+        if self._pieces and self._pieces[-1][2:] == (part, ranks):
+            self._pieces[-1] = (self._pieces[-1][0], now, part, ranks)
+        else:
+            self._pieces.append((start, now, part, ranks))
+
+    def recharge(self, start: float, end: float, part: Part) -> None:
+        """What was charged between two moments was this instead."""
+        changed: list[tuple[float, float, Part, int]] = []
+        for begin, stop, was, ranks in self._pieces:
+            low, high = max(begin, start), min(stop, end)
+            if low >= high:
+                changed.append((begin, stop, was, ranks))
+                continue
+            parts = ((begin, low, was), (low, high, part), (high, stop, was))
+            changed += [(one, other, what, ranks) for one, other, what in parts if other > one]
+        self._pieces = changed
+
+    def failed(self, last_step_at: float, last_sign: float, now: float) -> None:
+        """A failure is known now: what came after the last finished step is lost."""
+        last_step_at = max(last_step_at, self.began)
+        last_sign = max(last_sign, last_step_at)
+        self.recharge(last_step_at, last_sign, "replayed")
+        self.recharge(last_sign, now, "detection")
+
+    def seconds(self) -> dict[str, float]:
+        """By part; they sum to the wall."""
+        total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for start, end, part, ranks in self._pieces:
+            share = min(1.0, ranks / self.planned_ranks) if part == "useful" else 1.0
+            total[part] += (end - start) * share
+            total["degraded"] += (end - start) * (1.0 - share)
+        return total
+
+    def write(self, path: Path, **facts: Any) -> None:
+        """Leave it as JSON: this launch of the run after those before it, and the sum of all."""
+        launches = []
+        if path.exists():
+            launches = json.loads(path.read_text(encoding="utf-8"))["launches"]
+        seconds = self.seconds()
+        launches.append({"wall_seconds": self.until - self.began, "seconds": seconds, **facts})
+        wall = sum(one["wall_seconds"] for one in launches)
+        total = {part: sum(one["seconds"][part] for one in launches) for part in PARTS}
+        content = {
+            "goodput": total["useful"] / wall if wall else None, "wall_seconds": wall, "seconds": total,
+            "launches": launches,
+        }  # fmt: skip
+        replace_text(path, json.dumps(content, indent=1) + "\n")
