@@ -70,7 +70,7 @@ def campaign(name: str, victim: str, every: int) -> int:
 
         def kill(number: int, run: Rehearsal = run, at: int = at) -> None:
             here = victim in {**run.replicas, **run.dialogues}
-            if number == at and here and run.coordinator._started and not run.coordinator.finished:
+            if number == at and here and run.coordinator.started and not run.coordinator.finished:
                 run.kill(victim)
 
         run.before_delivery = kill
@@ -105,7 +105,7 @@ def test_a_new_server_takes_over_the_state_and_then_the_shard(name: str, at: int
 
     def act(number: int) -> None:
         nonlocal stage
-        if stage == 0 and number >= at and run.coordinator._started:
+        if stage == 0 and number >= at and run.coordinator.started:
             run.kill("server-0.0")
             run.add_server("server-0.9", 0)
             stage = 1
@@ -128,7 +128,7 @@ def test_one_that_was_taken_for_dead_goes_on_and_does_no_harm(name: str, victim:
     run = make(name, at)
 
     def act(number: int) -> None:
-        if number == at and run.coordinator._started and not run.coordinator.finished:
+        if number == at and run.coordinator.started and not run.coordinator.finished:
             run.frozen.add(victim)
             run.tick([victim])
         if number >= at + 40:

@@ -145,7 +145,8 @@ class Coordinator:
         self._applied = [self.ordered] * plan.shards
         self._forget: list[Key] = []
         self._held: dict[tuple[int, int], tuple[Key, dict[str, Any]]] = {}
-        self._started = False
+        self.started = False
+        """All servers are up."""
         self._validating: dict[int, str | None] | None = None
         self._validated: dict[int, tuple[float, int]] = {}
         self._states: dict[int, Message] | None = None
@@ -178,13 +179,13 @@ class Coordinator:
             raise ProtocolError(f"{sender}: there is no shard {shard}; this run has 0 to {self.plan.shards - 1}")
         self.addresses[sender] = (str(message["host"]), int(message["port"]))
         chain = self.chains[shard]
-        chain.join(sender, equal=not self._started)
-        if self._started:
+        chain.join(sender, equal=not self.started)
+        if self.started:
             self.sink.event("server-joined", server=sender, shard=shard)
             return self._send_view(chain, [*chain.members])
         if any(len(each.members) < self.plan.replicas for each in self.chains):
             return []
-        self._started = True
+        self.started = True
         self.sink.event("servers-ready", chains=[each.members for each in self.chains])
         views = [out for each in self.chains for out in self._send_view(each, each.members, equal=True)]
         return views + self._next_stretch()
@@ -291,7 +292,7 @@ class Coordinator:
         for chain in self.chains:
             for name in list(chain.members):
                 late = now - heard.get(name, now) > self.plan.timeout
-                if late and self._started and chain.ready - {name}:
+                if late and self.started and chain.ready - {name}:
                     out += self._without(chain, name)
         return out + self._serve()
 
@@ -301,13 +302,13 @@ class Coordinator:
         """The chain goes on without a replica, in a new epoch."""
         everyone = [*chain.members]
         before = chain.head
-        if not self._started:
-            self._fail(f"{name} ended before training began")
+        if not self.started:
+            self.fail(f"{name} ended before training began")
             return []
         alive = chain.remove(name)
         self.sink.event("server-lost", server=name, shard=chain.shard, left=len(chain.members))
         if not alive:
-            self._fail(
+            self.fail(
                 f"shard {chain.shard} has no server left ({name} was the last); resume from the last checkpoint, "
                 "and set sync.server_replicas to 2 or more to go on without"
             )
@@ -331,7 +332,7 @@ class Coordinator:
         def members(chain: Chain) -> list[list[Any]]:
             return [[name, *self.addresses[name]] for name in chain.members if name in chain.ready]
 
-        return {"chains": [members(chain) for chain in self.chains], "ready": self._started}
+        return {"chains": [members(chain) for chain in self.chains], "ready": self.started}
 
     def _ask_again(self, chain: Chain) -> Out:
         """What the old head was asked and may not have answered."""
@@ -473,7 +474,7 @@ class Coordinator:
         """If all steps of this stretch are done: validate, save, go on or end."""
         # The log is empty once every replica of every shard has applied everything.
         busy = self._current is not None or bool(self._queue) or bool(self._log)
-        if busy or not self._started or self._states is not None or self._validating is not None or self.finished:
+        if busy or not self.started or self._states is not None or self._validating is not None or self.finished:
             return []
         step = self.ordered // self.plan.pushes
         if self.ordered < self.limit * self.plan.pushes or self.ordered % self.plan.pushes:
@@ -525,7 +526,7 @@ class Coordinator:
     def _serve(self) -> Out:
         """Give work to those that wait and may have some."""
         out: Out = []
-        if not self._started or self.failure is not None:
+        if not self.started or self.failure is not None:
             return out
         for member in sorted(self.workers, key=lambda each: each.index):
             if not member.waits or member.silent:
@@ -561,6 +562,7 @@ class Coordinator:
         replicas = [name for chain in self.chains for name in chain.members]
         return self._serve() + [(name, Message("finish")) for name in replicas]
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
+        """Give up; the launcher ends everybody and says why."""
         self.failure = self.failure or why
         self.sink.event("failed", reason=why)

@@ -37,6 +37,8 @@ class Replica:
     Attributes:
         version: number of the last update applied; updates count on from where the run began.
         deposed: the chain goes on without this replica.
+        orphaned: the coordinator is gone.
+        finished: there is nothing more to do, for one reason or another.
         most_waiting: the most bytes of pushes that were held at once.
     """
 
@@ -46,6 +48,7 @@ class Replica:
         self.chain: list[str] = []
         self.addresses: dict[str, tuple[str, int]] = {}
         self.deposed = False
+        self.orphaned = False
         self.finished = False
         self.most_waiting = 0
         self.pending: dict[Key, list[Tensor]] = {}
@@ -72,7 +75,9 @@ class Replica:
         return result
 
     def lost(self, peer: str) -> Out:
-        """A connection ended. Only a successor's matters here: the coordinator is told, and will say how to go on."""
+        """A connection ended: a successor's is told to the coordinator, who will say how to go on; without it, we end."""
+        if peer == COORDINATOR:
+            self.finished = self.orphaned = True
         if peer == self._successor:
             return [(COORDINATOR, Message("suspect", {"peer": peer, "epoch": self.epoch}))]
         self._readers = [(version, reader) for version, reader in self._readers if reader != peer]

@@ -116,7 +116,9 @@ class WorkerLink:
             if peer == COORDINATOR:
                 raise EOFError("the coordinator hung up")
             address = self.worker.addresses[peer]
-            self._connections[peer] = dial(address, self.run, self.worker.name, seconds=self.timeout)
+            connection = dial(address, self.run, self.worker.name, seconds=self.timeout)
+            connection.settimeout(self.timeout)  # also of sending: a stopped server takes nothing in
+            self._connections[peer] = connection
         return self._connections[peer]
 
     def _hang_up(self, peer: str) -> None:

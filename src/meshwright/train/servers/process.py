@@ -106,7 +106,7 @@ def serve(run_dir: Path, shard: int, name: str) -> None:
     })  # fmt: skip
     if replica.deposed:
         raise ProtocolError(f"{name} is out of shard {shard}: others have gone on without it")
-    if not replica.finished:
+    if replica.orphaned:
         raise ProtocolError("the coordinator is gone")
 
 

@@ -265,7 +265,7 @@ class _Supervisor:
                     self._ended(child)
             if not any(not child.ended and child.role == "worker" for child in self.children):
                 with self.node.lock:
-                    self.coordinator._fail("no worker is left")
+                    self.coordinator.fail("no worker is left")
             if self.signals and deadline is None:
                 deadline = time.monotonic() + _STOP_SECONDS
                 self.node.act(lambda: self.coordinator.wish_to_stop("signal"))
@@ -293,6 +293,9 @@ class _Supervisor:
         if self.restarts < self.job.sync.server_restarts and self.coordinator.failure is None:
             self.restarts += 1
             self._start(child.role, child.index)
+        elif child.role == "server" and not self.coordinator.started:
+            with self.node.lock:
+                self.coordinator.fail(f"{child.name} ended before training began")
 
     def _end_children(self) -> None:
         """Give every process a moment to leave by itself if all went well, and end what is then left."""
