@@ -240,3 +240,24 @@ def test_a_stranger_worker_is_refused_and_the_run_is_as_if_it_had_not_come(
     finish(process)
     assert kinds(out).count("refused") == 2
     assert_same_bits(out, alone)
+
+
+@pytest.mark.all
+def test_a_worker_joins_by_the_run_s_directory_and_leaves(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    out = job.parent / "joined"
+    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    wait_for_step(out, 2, process)
+    module = ("-m", "meshwright.train.servers.process")
+    guest = start(out, "--worker", 2, "--name", "guest", prefix=module)
+    deadline = time.monotonic() + DEADLINE
+    while not any(each.get("worker") == "guest" for each in lines(out / "events.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before the guest had come"
+        time.sleep(0.02)
+    guest.terminate()
+    finish(guest)
+    finish(process)
+    assert {"worker-joined", "worker-left"} <= {each["event"] for each in lines(out / "events.jsonl")
+                                                if each.get("worker") == "guest"}  # fmt: skip
+    assert_same_bits(out, alone)

@@ -276,3 +276,22 @@ def test_the_last_server_of_a_shard_cannot_be_done_without() -> None:
     run.before_delivery = lambda number: run.kill("server-1.0") if number == 60 else None
     run.run()
     assert run.coordinator.failure is not None and "shard 1 has no server left" in run.coordinator.failure
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_workers_leave_and_join_while_the_run_goes_on(name: str) -> None:
+    mode, changes = MODES[name]
+    run = network(plan(**{**changes, "steps": 8}), mode(), seed=7)
+
+    def act(number: int) -> None:
+        if number == 60:
+            run.workers["worker-0"].leaving = True
+        if "worker-9" not in run.workers and any(kind == "worker-left" for kind, _ in run.notes.events):
+            run.add_worker("worker-9", 0)
+
+    run.before_delivery = act
+    notes = run.run()
+    kinds = [kind for kind, _ in notes.events]
+    assert "worker-left" in kinds and kinds.count("worker-joined") == run.plan.workers + 1
+    assert_exact(run, notes)
+    assert len(set(samples_of(notes))) == len(samples_of(notes))

@@ -24,6 +24,8 @@ from meshwright.sync.server.replica import COORDINATOR
 Calls = list[tuple[str, Message]]
 Answers = list[Message | None]
 RETRY_SECONDS = 0.1
+UNANSWERED = frozenset({"validated", "leave"})
+"""What a worker says without waiting for an answer."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Worker:
         self.chains: list[list[str]] = []
         self.addresses: dict[str, Address] = {}
         self.accepted = self.dropped = 0
+        self.leaving = False
+        """Set from outside: give back what is handed out next, and go."""
 
     def run(self) -> Dialogue:
         """Work until the coordinator says stop."""
@@ -96,6 +100,9 @@ class Worker:
         while True:
             task = yield from self._ask(Message("next"))
             if task.kind == "stop":
+                return
+            if self.leaving:
+                yield [(COORDINATOR, Message("leave"))]
                 return
             self._look(task)
             if task.kind == "work":

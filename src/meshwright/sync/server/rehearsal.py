@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.sync.server.client import Compute, CoordinatorLost, Pause, Worker
+from meshwright.sync.server.client import UNANSWERED, Compute, CoordinatorLost, Pause, Worker
 from meshwright.sync.server.coordinator import Coordinator, Plan, Update
 from meshwright.sync.server.modes import Mode
 from meshwright.sync.server.protocol import Message
@@ -129,7 +129,7 @@ class Rehearsal:
         self.answers[name] = [None] * len(calls)
         self.calls[name] = {}
         for number, (to, message) in enumerate(calls):
-            if message.kind == "validated":
+            if message.kind in UNANSWERED:
                 self.post(name, to, message)
                 continue
             self.calls[name].setdefault(to, deque()).append(number)

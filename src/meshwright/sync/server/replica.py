@@ -75,7 +75,7 @@ class Replica:
         return result
 
     def lost(self, peer: str) -> Out:
-        """A connection ended: a successor's is told to the coordinator, who will say how to go on; without it, we end."""
+        """A connection ended: a successor's is told to the coordinator, who says how to go on; without it, we end."""
         if peer == COORDINATOR:
             self.finished = self.orphaned = True
         if peer == self._successor:

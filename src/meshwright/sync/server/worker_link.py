@@ -7,14 +7,12 @@ import threading
 from collections import Counter
 
 from meshwright.errors import MeshwrightError
-from meshwright.sync.server.client import Answers, Calls, Pause, Worker, fits
+from meshwright.sync.server.client import UNANSWERED, Answers, Calls, Pause, Worker, fits
 from meshwright.sync.server.membership import Address
 from meshwright.sync.server.node import BEAT
 from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run
 from meshwright.sync.server.replica import COORDINATOR
 from meshwright.sync.server.sockets import dial, receive, send
-
-_UNANSWERED = frozenset({"validated", "leave"})
 
 
 class WorkerLink:
@@ -93,7 +91,7 @@ class WorkerLink:
             except (OSError, EOFError, ProtocolError):
                 self._hang_up(peer)
         for number, peer, message in sent:
-            if message.kind in _UNANSWERED or peer not in self._connections:
+            if message.kind in UNANSWERED or peer not in self._connections:
                 continue
             try:
                 answers[number] = self._answer(peer, message)

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 import warnings
@@ -117,6 +118,11 @@ def work(run_dir: Path, index: int, name: str) -> None:
     join_alone()
     corpora = open_corpora(job.data, job.model.vocabulary)
     worker = Worker(name, index, Computing(job, corpora.training, corpora.validation))
+
+    def leave(_number: int, _frame: object) -> None:
+        worker.leaving = True
+
+    signal.signal(signal.SIGTERM, leave)
     link = WorkerLink(worker, coordinator, run, job.sync.server_timeout)
     link.work()
     _leave(name, {
