@@ -9,12 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from meshwright.cli.main import app
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.sync.server import protocol
 from meshwright.sync.server.client import Worker
@@ -28,6 +31,7 @@ from meshwright.sync.server.rehearsal import Notes
 from meshwright.sync.server.replica import COORDINATOR, Replica
 from meshwright.sync.server.sockets import dial, listen, send
 from meshwright.sync.server.worker_link import WorkerLink
+from tests.command_line import settings, write_job
 from tests.small_jobs import small_job
 from tests.unit.simulated_servers import Computing, SmallStore, clocked, plan, replay, start
 
@@ -267,6 +271,7 @@ SERVER = {"strategy": "server"}
         ("dp=2", {**SERVER, "stale_rate": "inverse"}, {}, "sync.stale_rate: inverse needs server_mode=asynchronous"),
         ("dp=2", {**SERVER, "algorithm": "ring"}, {}, "ring is of strategy=all-reduce"),
         ("dp=2", {**SERVER, "compression": "int8"}, {}, "with strategy=server gradients travel whole"),
+        ("dp=2", {**SERVER, "server_host": "0.0.0.0"}, {}, "is no address that workers can reach"),
         ("dp=2", {**SERVER, "server_port": 70000}, {}, "70000 is no port"),
         ("dp=2", {**SERVER, "server_mode": "asynchronous"}, {"train": {"deterministic": True}}, "depends on who is"),
         ("dp=2", SERVER, {"precision": {"dtype": "float16"}}, "float16 needs a loss scale"),
@@ -279,6 +284,33 @@ def test_what_does_not_combine_is_one_sentence(layout: str, sync: dict, more: di
     with pytest.raises(InputError) as refused:
         small_job(layout, sync=sync, **more)
     assert any(rule in line for line in str(refused.value).splitlines()), str(refused.value)
+
+
+@pytest.mark.parametrize("words", [["--layout", "dp=2"], ["--layout", "dp=2", "--ledger"]])
+def test_check_says_what_to_use_instead(tmp_path: Path, words: list[str]) -> None:
+    job = write_job(tmp_path)
+    result = CliRunner().invoke(app, ["check", str(job), "--set", "sync.strategy=server", *words])
+    said = str(result.exception) if isinstance(result.exception, InputError) else result.output
+    assert result.exit_code != 0 and "sync.strategy=server has" in said
+
+
+def test_a_launcher_of_ranks_is_told_to_start_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = write_job(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", str(job), "--out", str(tmp_path / "run"), "--set", "sync.strategy=server"]
+    result = CliRunner().invoke(app, words)
+    said = str(result.exception) if isinstance(result.exception, InputError) else result.output
+    assert "run `meshwright train` by itself" in said and not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with listen("127.0.0.1", None) as taken:
+        pairs = ["sync.strategy=server", f"sync.server_port={taken.getsockname()[1]}"]
+        words = ["train", str(write_job(tmp_path)), "--out", str(tmp_path / "run"), *settings(*pairs)]
+        result = CliRunner().invoke(app, words)
+    said = str(result.exception) if isinstance(result.exception, InputError) else result.output
+    assert "cannot be used (Address already in use)" in said and not (tmp_path / "run").exists()
 
 
 def test_more_servers_than_chunks_are_refused_before_anything_is_written() -> None:

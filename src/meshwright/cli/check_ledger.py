@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import load_job
 from meshwright.ledger.ledger import Spends
@@ -34,6 +35,11 @@ def compare_ledgers(
     """Run the comparison that the options of ``check`` ask for, print it, and exit: 0 all agree, 1 not."""
     settings = [*overrides, *([f"precision.dtype={dtype}"] if dtype else [])]
     job = load_job(job_file, settings, layout)
+    if job.sync.strategy == "server":
+        raise InputError(
+            "check: --ledger compares ranks, and sync.strategy=server has none; a run holds its servers' bytes against "
+            "the closed form itself, in summary.json under servers"
+        )
     machine = None if cluster is None else load_cluster(cluster)
     console = Console(quiet=as_json)
     began = time.monotonic()

@@ -90,6 +90,11 @@ def _other_problems(job: Job) -> Iterator[str]:
         yield "precision.dtype: float16 needs a loss scale, which sync.strategy=server has not; use bfloat16"
     if job.cluster.device == "cuda":
         yield "cluster.device: cuda is not available with sync.strategy=server; use cpu"
+    if sync.server_host in ("0.0.0.0", "::", ""):
+        yield (
+            f'sync.server_host: "{sync.server_host}" is no address that workers can reach; give that of one interface, '
+            "or leave it out for 127.0.0.1"
+        )
     if sync.server_port is not None and sync.server_port > 65535:
         yield f"sync.server_port: {sync.server_port} is no port; use 1 to 65535, or leave it out for a free one"
     if job.checkpoint.mode == "async":
