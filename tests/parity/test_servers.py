@@ -152,6 +152,15 @@ def test_the_servers_state_comes_back_from_a_checkpoint(tmp_path: Path, optimize
                 source = whole[piece.name]
                 low = piece.start - source.start
                 assert torch.equal(piece.master, source.master[low : low + piece.count])
+    # And goes on as if it had never stopped.
+    for shard, store in enumerate(stores):
+        back = resumed_store(shapes, shard, checkpoint)
+        gradients = [[torch.randn_like(piece.master) for piece in store.owned]]
+        for each in (store, back):
+            each.add_up(gradients)
+            each.update(0.1, 0.5)
+        for mine, other in zip(store.state(), back.state(), strict=True):
+            assert torch.equal(mine, other)
 
 
 def test_a_job_has_one_fingerprint_and_another_job_another(tmp_path: Path) -> None:

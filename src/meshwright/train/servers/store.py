@@ -19,7 +19,7 @@ from meshwright.parallel.owned import Owned
 from meshwright.sync.server.placement import Chunk
 from meshwright.train.initial_weights import load_weights
 from meshwright.train.norm import OrderFreeSquares, local_peak
-from meshwright.train.optimizer import make_optimizer
+from meshwright.train.optimizer import AdamW, make_optimizer
 from meshwright.train.placement import placements
 from meshwright.train.servers.shapes import Shapes
 
@@ -54,6 +54,8 @@ class ShardStore:
     @updates.setter
     def updates(self, number: int) -> None:
         self.optimizer.steps = number
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.variance_steps = number  # no step of ours leaves the second moments out
 
     def values(self) -> list[Tensor]:
         """Copies of the masters in the type of forward and backward."""
