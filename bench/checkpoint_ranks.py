@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import shutil
 import time
@@ -45,16 +46,29 @@ def _placed(parts: dict[str, torch.Tensor], rank: int) -> list[PlacedTensor]:
     return result
 
 
-def _timed(action: Any) -> float:
+def _status(name: str) -> int:
+    """Bytes of a memory figure of this process in /proc."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def _measured(action: Any) -> tuple[float, float]:
+    """Seconds until all ranks are done, and bytes by which this rank's memory rose above where it was before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set so far is the present one
+    before = _status("VmRSS")
     dist.barrier()
     began = time.perf_counter()
     action()
     dist.barrier()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return seconds, float(_status("VmHWM") - before)
 
 
 def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
-    """On every rank: save and load in turn; seconds of each, until all ranks are done."""
+    """On every rank: save and load in turn; seconds of each, until all ranks are done, and bytes it takes meanwhile."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     parts = _parts(rank, size)
@@ -63,7 +77,7 @@ def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
     world = GroupWorld()
     buffers = [torch.empty_like(tensor) for tensor in parts.values()]
     kinds = ("save", "load", "dcp_save", "dcp_load", "stall", "dcp_stall")
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    seconds: dict[str, list[float]] = {name: [] for kind in kinds for name in (kind, f"{kind}_bytes")}
 
     def snapshot() -> None:
         for buffer, tensor in zip(buffers, parts.values(), strict=True):
@@ -71,14 +85,14 @@ def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
 
     for number in range(rounds + 1):  # the first warms up both
         ours, theirs = Path(folder) / f"ours-{number}", Path(folder) / f"dcp-{number}"
-        took = {"save": _timed(lambda ours=ours: save(ours, 1, placed, finite=True, world=world))}
-        took["dcp_save"] = _timed(lambda theirs=theirs: dcp_save(state, checkpoint_id=theirs))
-        took["load"] = _timed(lambda ours=ours: load(ours / "step-1", placed, world=world))
-        took["dcp_load"] = _timed(lambda theirs=theirs: dcp_load(state, checkpoint_id=theirs))
-        took["stall"] = _timed(snapshot)
+        took = {"save": _measured(lambda ours=ours: save(ours, 1, placed, finite=True, world=world))}
+        took["dcp_save"] = _measured(lambda theirs=theirs: dcp_save(state, checkpoint_id=theirs))
+        took["load"] = _measured(lambda ours=ours: load(ours / "step-1", placed, world=world))
+        took["dcp_load"] = _measured(lambda theirs=theirs: dcp_load(state, checkpoint_id=theirs))
+        took["stall"] = _measured(snapshot)
         pending: list[Any] = []
         later = Path(folder) / f"later-{number}"
-        took["dcp_stall"] = _timed(
+        took["dcp_stall"] = _measured(
             lambda later=later, to=pending: to.append(dcp_async_save(state, checkpoint_id=later))
         )
         pending[0].result()
@@ -87,7 +101,8 @@ def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
             for path in (ours, theirs, later):
                 shutil.rmtree(path)
         if number:
-            for kind, value in took.items():
+            for kind, (value, growth) in took.items():
                 seconds[kind].append(value)
+                seconds[f"{kind}_bytes"].append(growth)
     seconds["peak_rss_bytes"] = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
     return seconds

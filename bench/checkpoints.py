@@ -3,7 +3,8 @@
 A model of ten million parameters under FSDP-like sharding (each rank holds its rows of every tensor, with AdamW's two
 moments) is saved and loaded by both, round by round in turn, on Gloo ranks of this machine. Both sync their files;
 ours writes and checks checksums and refuses what is not finite. Blocking time of an asynchronous save: our copy into
-host buffers, against DCP's `async_save` until it returns. Planning is timed for simulated ranks.
+host buffers, against DCP's `async_save` until it returns. Memory: how far a rank's resident set rises meanwhile.
+Planning is timed for simulated ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ def measure(ranks: int, rounds: int) -> dict[str, Any]:
     pool = RankPool(ranks)
     try:
         with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-            seconds = pool.run(rounds_on_rank, folder, rounds, timeout=1200)[0]
+            by_rank = pool.run(rounds_on_rank, folder, rounds, timeout=1200)
     finally:
         pool.close()
+    seconds = by_rank[0]
     found: dict[str, Any] = {"ranks": ranks, "rounds": rounds, "parameters": ROWS * COLUMNS * TENSORS}
     for ours, theirs in _PAIRS:
         ratio = paired_ratio(seconds[theirs], seconds[ours])
         found[f"{ours}_s"], found[f"{theirs}_s"] = median(seconds[ours]), median(seconds[theirs])
         found[f"{ours}_speedup"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+        for kind in (ours, theirs):  # of the rank that takes most
+            found[f"{kind}_peak_bytes"] = int(max(median(rank[f"{kind}_bytes"]) for rank in by_rank))
     found["peak_rss_bytes"] = int(seconds["peak_rss_bytes"][0])
     found["planning_s"] = planning()
     return found
@@ -68,7 +72,8 @@ def main() -> None:
         ratio = found[f"{ours}_speedup"]
         print(
             f"{ours:<6} {found[f'{ours}_s']:.3f} s, DCP {found[f'{theirs}_s']:.3f} s: "
-            f"{ratio['median']:.2f} times as fast [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+            f"{ratio['median']:.2f} times as fast [{ratio['low']:.2f}, {ratio['high']:.2f}]; "
+            f"memory {found[f'{ours}_peak_bytes'] / 1e6:.1f} MB, DCP {found[f'{theirs}_peak_bytes'] / 1e6:.1f} MB"
         )
     print("planning 1,000 tensors: " + ", ".join(f"{n} ranks {s:.2f} s" for n, s in found["planning_s"].items()))
 

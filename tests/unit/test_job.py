@@ -178,8 +178,8 @@ def test_all_faults_are_reported_at_once(job_file: Path) -> None:
 
 def test_legal_keys_are_listed(job_file: Path) -> None:
     assert wrong(job_file, "checkpoint.often=3") == [
-        "checkpoint.often is not a key of [checkpoint]; legal keys are damaged, drill_every, every, failure, "
-        "incremental, interval, keep, keep_every, keep_hours, mode, mtbf_hours"
+        "checkpoint.often is not a key of [checkpoint]; legal keys are copy_to, damaged, drill_every, every, "
+        "failure, incremental, interval, keep, keep_every, keep_hours, mode, mtbf_hours"
     ]
 
 

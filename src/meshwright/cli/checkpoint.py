@@ -133,6 +133,20 @@ def _retention(run: Path, keep: int | None) -> Any:
     return Retention(keep)
 
 
+@app.command("fetch")
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="What a run's checkpoint.copy_to says.")],
+    out: Annotated[Path, typer.Option(help="The run directory to bring it to; made if it is not there.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Which; absent: the last.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Bring a copy of a checkpoint back from a store, verified, with its job; train --resume goes on from it."""
+    from meshwright.checkpoint.remote import Store
+
+    path = Store(url).fetch(out, step)
+    _print({"path": str(path)}, [f"{path}: all as written"], as_json)
+
+
 @app.command("export")
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A step-N folder of a run.")],

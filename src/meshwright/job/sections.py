@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -195,6 +196,8 @@ class CheckpointSection(Section):
     """Every so many checkpoints another process loads the new one whole and compares it, before an old one goes."""
     incremental: PositiveInt | None = None
     """Refer to slices that the checkpoint before holds already, but write all anew every so many checkpoints."""
+    copy_to: str | None = None
+    """An fsspec URL, such as s3://bucket/run, to which every checkpoint is copied (the ``remote`` extra)."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
     keep_every: PositiveInt | None = None
@@ -205,6 +208,18 @@ class CheckpointSection(Section):
     """``--resume`` finds the newest damaged: say so and stop, or take the one before it."""
     failure: Literal["stop", "continue"] = "stop"
     """A checkpoint could not be written (a full disk): stop the run, or train on and record it."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _a_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme, mark, rest = value.partition("://")
+        if not (scheme and mark and rest):
+            raise ValueError(f'copy_to = "{value}" is no URL; give one such as s3://bucket/run')
+        if find_spec("fsspec") is None:
+            raise ValueError(f"copy_to = \"{value}\" needs the package fsspec; pip install 'meshwright[remote]'")
+        return value
 
     @model_validator(mode="after")
     def _auto_needs_failures(self) -> CheckpointSection:

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.checkpoint.folder import step_folder, steps, supersede_later
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.remote import Store
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
 from meshwright.errors import CheckpointError, InputError
@@ -60,6 +61,8 @@ def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> No
     else:
         _check_machine(job)
     _check_space(job, run_dir)
+    if job.checkpoint.copy_to is not None:
+        Store(job.checkpoint.copy_to)
     with terminal_progress("tokenising", sys.stderr) as progress:
         open_corpora(job.data, job.model.vocabulary, progress)
     if from_step is not None:

@@ -17,6 +17,7 @@ from meshwright.checkpoint.folder import CHECKPOINTS, latest, step_folder, steps
 from meshwright.checkpoint.load import load, read_tensor
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, Role
+from meshwright.checkpoint.remote import copy_to_store
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save import save
 from meshwright.checkpoint.world import GroupWorld, World
@@ -77,7 +78,7 @@ class Saver:
         job = self.trainer.job
         self._writes += 1
         every = job.checkpoint.drill_every
-        return save(
+        path = save(
             self.folder,
             step,
             tensors,
@@ -92,6 +93,10 @@ class Saver:
             world=world,
             disk=self.disk,
         )
+        if job.checkpoint.copy_to is not None:
+            run_dir = self.folder.parent
+            copy_to_store(path, job.checkpoint.copy_to, world, keep=job.checkpoint.keep, job=run_dir / "job.toml")
+        return path
 
     def resume(self) -> None:
         """Continue from the last complete checkpoint of the run, or by policy from the last that is not damaged.
