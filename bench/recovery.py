@@ -9,6 +9,7 @@ rank named within its bound, and is it left alone when SIGCONT comes before?
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.statistics import median
 from bench.workload import Workload
@@ -121,9 +124,13 @@ class Run:
         os.kill(self._pid_of(rank), number)
 
     def close(self) -> None:
-        """End it; the ranks go with whoever started them."""
+        """End it, and every process that it started."""
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.kill()
         self.process.wait()
+        for one in family:  # torchrun's ranks outlive it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def ours(folder: Path, name: str, *pairs: str) -> Run:

@@ -8,7 +8,7 @@
          operations started, by group     text: the groups, [axis, [ranks]]
 
 Times are nanoseconds of the host's monotonic clock. *Own time* is what the last finished step took without what
-it waited for others. Without ``attach`` nothing is written. A write costs less than a microsecond; one thread (the
+it waited for others. Without ``attach`` nothing is written. One thread (the
 one that attached, or that of autograd) writes.
 """
 
