@@ -92,7 +92,7 @@ def run_as_rank(work: Callable[[], object]) -> NoReturn:
 
     The process leaves by ``os._exit`` after flushing, without C++ static destructors. Its exit code is 0, or an
     error's ``exit_code`` (1: the work failed, 2: the input is wrong). Under our own launcher a rank that
-    stopped by agreement exits with 0 too: torch elastic would otherwise terminate those still saving.
+    stopped by agreement exits with 0 too: its record says that it stopped, and that the state is saved.
     """
     end_with_launcher()
     folder = os.environ.get(RECORDS_VARIABLE)
