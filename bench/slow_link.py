@@ -132,7 +132,7 @@ def train(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale, steps
         "train.steps": steps,
         "train.eval_every": max(1, scale.steps // EVALUATIONS),
         "train.seed": seed,
-        "data.validation": 0.005,
+        "data.validation": 0.002,
         "data.sequence_length": scale.sequence,
         "batch.global_size": scale.tokens // scale.sequence,
         "optimizer.lr": scale.lr,
@@ -206,11 +206,15 @@ def measure(strategies: Sequence[Strategy], scale: Scale, seeds: Sequence[int]) 
                 b - a for a, b in zip([0.0, *alone.seconds], alone.seconds, strict=False)
             )
             rows[PLAIN.name].append(row(plain, target, plain.seconds[-1], compute))
+            print(f"{PLAIN.name}: {summary(rows[PLAIN.name][-1])}", file=sys.stderr, flush=True)
             rows[ALONE.name].append({"seconds": compute, "step_seconds": compute / scale.steps})
             for strategy in strategies:
-                run = train(hosts, folder, strategy, scale, round(scale.most * scale.steps), seed)
-                rows[strategy.name].append(row(run, target, plain.seconds[-1], compute))
-                print(f"{strategy.name}: {rows[strategy.name][-1]['seconds']}", file=sys.stderr, flush=True)
+                try:
+                    run = train(hosts, folder, strategy, scale, round(scale.most * scale.steps), seed)
+                    rows[strategy.name].append(row(run, target, plain.seconds[-1], compute))
+                except AssertionError as error:  # it failed; the others are still worth comparing
+                    rows[strategy.name].append({"failed": str(error)[-2000:]})
+                print(f"{strategy.name}: {summary(rows[strategy.name][-1])}", file=sys.stderr, flush=True)
     return {
         "rate": scale.rate,
         "steps": scale.steps,
@@ -219,6 +223,11 @@ def measure(strategies: Sequence[Strategy], scale: Scale, seeds: Sequence[int]) 
         "targets": targets,
         "strategies": rows,
     }
+
+
+def summary(figures: Mapping[str, Any]) -> str:
+    """One row on one line."""
+    return ", ".join(f"{key} {value}" for key, value in figures.items() if key not in ("validation", "losses"))
 
 
 def row(run: Run, target: float, plain_seconds: float, compute_seconds: float) -> dict[str, Any]:

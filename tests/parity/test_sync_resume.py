@@ -40,7 +40,7 @@ UNMARKED = 5
 def job_of(layout: str, sync: dict[str, Any], optimizer: dict[str, Any]) -> Job:
     """Large enough to be worth compressing."""
     return small_job(
-        layout, model={"ffn_hidden": 160}, sync=sync, optimizer=optimizer, precision={"dtype": "float32"},
+        layout, model={"ffn_hidden": 320}, sync=sync, optimizer=optimizer, precision={"dtype": "float32"},
         memory={"bucket_bytes": 1 << 17},
     )  # fmt: skip
 

@@ -252,7 +252,7 @@ def _in_order(job: Job, place: Place) -> Iterator[Bucket | Group]:
         for group in groups(place, divided):
             yield from [group] * group.times
         return
-    limit = job.memory.bucket_bytes // place.wide_bytes
+    limit = job.bucket_bytes // place.wide_bytes
     tied_apart = place.spec.tied and job.layout.stage_count > 1
     for stage in place.stages:
         for tensors in packed(stage.tensors, limit, tied_apart):

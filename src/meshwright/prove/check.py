@@ -74,6 +74,7 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
             "precision": job.precision.model_copy(update={"dtype": dtype}),
             "layout": case.layout,
             "memory": job.memory.model_copy(update={"bucket_bytes": 1 << 18}),
+            "sync": type(job.sync)(),
             "cluster": job.cluster.model_copy(update={"ranks": case.layout.ranks, "device": "cpu"}),
             "train": job.train.model_copy(update={"nonfinite": "skip", "compile": False, "deterministic": False}),
         }

@@ -85,7 +85,7 @@ class SyncState:
         return {
             "layout": str(job.layout),
             "sync": job.sync.model_dump(mode="json"),
-            "bucket_bytes": job.memory.bucket_bytes,
+            "bucket_bytes": job.bucket_bytes,
         }
 
     def scalars(self) -> dict[str, Any]:
