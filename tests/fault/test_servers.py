@@ -142,6 +142,7 @@ def test_a_killed_worker_and_a_killed_primary_change_no_bit(
     assert summary["servers"]["ledger_differences"] == []
 
 
+@pytest.mark.all
 def test_a_stopped_run_goes_on_without_servers_and_a_stopped_run_with_them(
     begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
 ) -> None:

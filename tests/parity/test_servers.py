@@ -29,7 +29,7 @@ from tests.command_line import write_job
 from tests.small_jobs import request, small_job
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = {"server synchronous", "server stale-synchronous, bound 0", "server asynchronous, one worker"}
+SAMPLE = {"server synchronous"}
 CASES = [
     pytest.param(case, id=case[0], marks=[] if case[0] in SAMPLE else [pytest.mark.all]) for case in SERVER_CASES
 ]
@@ -98,14 +98,13 @@ def test_the_order_of_updates_replayed_in_one_process_gives_the_same_bits(layout
 
 def test_a_dead_worker_changes_no_bit_of_synchronous_training() -> None:
     whole, _ = rehearse(server_request("dp=2 micro_batch=4", {}), seed=1)
-    for at in (30, 60, 90):
-        hurt, run = rehearse(
-            server_request("dp=2 micro_batch=4", {}), seed=2,
-            before=lambda run, number, at=at: run.kill("worker-1") if number == at else None,
-        )  # fmt: skip
-        assert any(kind == "worker-lost" for kind, _ in run.notes.events)
-        assert hurt.losses == whole.losses
-        assert all((hurt.parameters[name] == whole.parameters[name]).all() for name in whole.parameters)
+    hurt, run = rehearse(
+        server_request("dp=2 micro_batch=4", {}), seed=2,
+        before=lambda run, number: run.kill("worker-1") if number == 60 else None,
+    )  # fmt: skip
+    assert any(kind == "worker-lost" for kind, _ in run.notes.events)
+    assert hurt.losses == whole.losses
+    assert all((hurt.parameters[name] == whole.parameters[name]).all() for name in whole.parameters)
 
 
 def file_job(folder: Path, **changes: object) -> Job:
