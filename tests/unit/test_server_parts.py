@@ -246,10 +246,10 @@ def test_the_closed_form_of_bytes_and_what_differs_from_it() -> None:
     assert (ledger.worker.push, ledger.worker.pull) == (64, 32)
     assert ledger.shards[0].optimizer == 80 and ledger.shards[1].waiting == 72
     server = {"shard": 1, "parameters": 24, "gradients": 24, "optimizer": 48, "pushes": 5, "push_bytes": 120}
-    worker = {"pushes": 2, "push_bytes": 128, "pulls": 2, "pull_bytes": 64}
+    worker = {"pushes": [2, 3], "push_bytes": 2 * 40 + 3 * 24, "pulls": [2, 2], "pull_bytes": 64}
     assert differences(ledger, {"server": server, "worker": worker}) == []
     wrong = differences(ledger, {"server": {**server, "gradients": 20}, "worker": {**worker, "pull_bytes": 60}})
-    assert wrong == ["server: gradients 20 bytes, predicted 24", "worker: pull 60 bytes, predicted 32 each"]
+    assert wrong == ["server: gradients 20 bytes, predicted 24", "worker: pull 60 bytes, predicted 64"]
 
 
 SERVER = {"strategy": "server"}

@@ -118,7 +118,8 @@ class Worker:
         gradient = self.compute.gradient(work)
         sequence = int(task["sequence"])
         pushes = [
-            Message("push", {"worker": self.name, "sequence": sequence}, parts) for parts in gradient.parts
+            Message("push", {"worker": self.name, "sequence": sequence, "shard": shard}, parts)
+            for shard, parts in enumerate(gradient.parts)
         ]
         yield from self._each_shard(pushes, "stored", head=True)
         facts = {

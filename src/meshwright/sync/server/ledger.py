@@ -83,8 +83,8 @@ def differences(predicted: ServersLedger, processes: Mapping[str, Mapping[str, A
 
     Args:
         predicted: by ``predict``.
-        processes: what each left by its name: a worker its ``pushes``, ``pulls`` and their bytes; a server its shard,
-            what it stores, the most bytes that waited, and the bytes of pushes that came.
+        processes: what each left by its name: a worker its ``pushes`` and ``pulls`` by shard and their bytes; a server
+            its shard, what it stores, the most bytes that waited, and the bytes of pushes that came.
     """
     wrong = []
     for name, found in sorted(processes.items()):
@@ -96,8 +96,9 @@ def differences(predicted: ServersLedger, processes: Mapping[str, Mapping[str, A
             if found["push_bytes"] != found["pushes"] * shard.push:
                 wrong.append(f"{name}: pushes {found['push_bytes']} bytes, predicted {found['pushes']} x {shard.push}")
         else:
-            for key in ("push", "pull"):
-                each = getattr(predicted.worker, key)
-                if found[f"{key}_bytes"] != found[f"{key}es" if key == "push" else "pulls"] * each:
-                    wrong.append(f"{name}: {key} {found[f'{key}_bytes']} bytes, predicted {each} each")
+            for key, times, size in (("push", "pushes", "push"), ("pull", "pulls", "readers")):
+                each = [getattr(shard, size) for shard in predicted.shards]
+                expected = sum(count * one for count, one in zip(found[times], each, strict=True))
+                if found[f"{key}_bytes"] != expected:
+                    wrong.append(f"{name}: {key} {found[f'{key}_bytes']} bytes, predicted {expected}")
     return wrong

@@ -25,13 +25,14 @@ class WorkerLink:
         timeout: seconds a server may take to answer before it is asked again under the newest view.
 
     Attributes:
-        payload, messages: bytes of tensors and number of messages by ("in" or "out", kind of message).
+        payload: bytes of tensors by ("in" or "out", kind of message).
+        by_shard: messages by (kind, shard); after a failure only the shard that had not answered is asked again.
     """
 
     def __init__(self, worker: Worker, coordinator: Address, run: Run, timeout: float) -> None:
         self.worker, self.run, self.timeout = worker, run, timeout
         self.payload: Counter[tuple[str, str]] = Counter()
-        self.messages: Counter[tuple[str, str]] = Counter()
+        self.by_shard: Counter[tuple[str, int | None]] = Counter()
         self._coordinator = coordinator
         self._connections: dict[str, socket.socket] = {}
         self._pause = threading.Event()
@@ -84,7 +85,7 @@ class WorkerLink:
             try:
                 send(self._connection(peer), message)
                 self.payload["out", message.kind] += message.tensor_bytes
-                self.messages["out", message.kind] += 1
+                self.by_shard[message.kind, message.fields.get("shard")] += 1
                 sent.append((number, peer, message))
             except Refused:
                 raise
@@ -106,7 +107,7 @@ class WorkerLink:
         if not fits(request, answer):
             raise ProtocolError(f"{peer} answered {request.kind!r} with an older {answer.kind!r}")
         self.payload["in", answer.kind] += answer.tensor_bytes
-        self.messages["in", answer.kind] += 1
+        self.by_shard[answer.kind, answer.fields.get("shard")] += 1
         return answer
 
     def _connection(self, peer: str) -> socket.socket:

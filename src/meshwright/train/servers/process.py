@@ -126,9 +126,9 @@ def work(run_dir: Path, index: int, name: str) -> None:
     link = WorkerLink(worker, coordinator, run, job.sync.server_timeout)
     link.work()
     _leave(name, {
-        "pushes": link.messages["out", "push"] // job.sync.servers,
+        "pushes": [link.by_shard["push", shard] for shard in range(job.sync.servers)],
         "push_bytes": link.payload["out", "push"],
-        "pulls": link.messages["in", "values"] // job.sync.servers,
+        "pulls": [link.by_shard["values", shard] for shard in range(job.sync.servers)],
         "pull_bytes": link.payload["in", "values"],
         "accepted": worker.accepted,
         "dropped": worker.dropped,
