@@ -11,6 +11,7 @@ from meshwright.job.cluster import ClusterSpec, cluster_from_values, load_cluste
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import parse_layout
+from meshwright.job.split import first_split
 from meshwright.ledger.ledger import Ledger
 from meshwright.observe.report import Gantt, Predicted, Records
 from meshwright.observe.report_svg import show_seconds
@@ -196,7 +197,9 @@ def _table(job: Job) -> Any:
     from meshwright.schedule.table import table
 
     layout = job.layout
-    micro_batches = job.batch.global_size // (layout.dp * (layout.micro_batch or 1))
+    split = first_split(job)
+    equal = job.batch.global_size // (layout.dp * (layout.micro_batch or 1))
+    micro_batches = equal if split is None else split.micro_steps
     return table(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
 
 

@@ -84,10 +84,11 @@ def micro_batches(
     examples = np.where(padded >= 0, np.arange(len(padded)), PADDING)
     by_micro_batch = padded.reshape(steps * dp, micro_batch)[dp_rank::dp]
     example_numbers = examples.reshape(steps * dp, micro_batch)[dp_rank::dp]
-    return [_batch(samples, rows, numbers) for rows, numbers in zip(by_micro_batch, example_numbers, strict=True)]
+    return [batch_of(samples, rows, numbers) for rows, numbers in zip(by_micro_batch, example_numbers, strict=True)]
 
 
-def _batch(samples: Samples, indices: NDArray[np.int64], examples: NDArray[np.int64]) -> Batch:
+def batch_of(samples: Samples, indices: NDArray[np.int64], examples: NDArray[np.int64]) -> Batch:
+    """The samples ``indices`` as one micro-batch; ``examples``: their numbers in the global batch."""
     rows = samples.rows(indices)
     return Batch(
         tokens=torch.from_numpy(rows.tokens),

@@ -17,8 +17,10 @@ from meshwright.data.order import Order
 from meshwright.data.progress import terminal_progress
 from meshwright.data.samples import Samples
 from meshwright.data.tokens import unigram_entropy
+from meshwright.data.unequal import unequal_micro_batches
 from meshwright.errors import InputError
 from meshwright.job.job import Job
+from meshwright.job.split import Split, first_split
 
 
 class Loader:
@@ -29,6 +31,8 @@ class Loader:
     place of the job's.
 
     Attributes:
+        split: How many sequences of a global batch each dp rank takes; None: as many as the others. It may be
+            changed between steps, at the same step on all ranks; no sample is skipped or repeated by it.
         seconds_waited: Time the training spent in `batches` and `validation`.
         preprocessing_seconds: Time spent tokenising at the start; not part of ``seconds_waited``.
     """
@@ -49,7 +53,8 @@ class Loader:
         self._dp_rank, self._dp, self._device = dp_rank, dp, torch.device(device)
         self._base_step, self._base_cursor = 0, 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self.split = first_split(job) if dp == job.layout.dp else None
+        self._ahead: tuple[int, Split | None, Future[list[Batch]]] | None = None
 
     def cursor(self, step: int) -> int:
         """Samples consumed before ``step`` (steps count from 0): what a checkpoint stores."""
@@ -63,20 +68,23 @@ class Loader:
         """This rank's micro-batches of ``step`` (from 0); those of the next step are begun in the background."""
         started = time.perf_counter()
         cursor = self.cursor(step)
-        if self._ahead is not None and self._ahead[0] == cursor:
-            ready = self._ahead[1].result()
+        if self._ahead is not None and self._ahead[:2] == (cursor, self.split):
+            ready = self._ahead[2].result()
         else:
-            ready = self._thread.submit(self._training, cursor).result()
+            ready = self._thread.submit(self._training, cursor, self.split).result()
         following = self.cursor(step + 1)
-        self._ahead = (following, self._thread.submit(self._training, following))
+        self._ahead = (following, self.split, self._thread.submit(self._training, following, self.split))
         self.seconds_waited += time.perf_counter() - started
         return ready
 
-    def _training(self, cursor: int) -> list[Batch]:
-        return self._make(self.corpora.training, self._order.samples(cursor, self._global_size))
+    def _training(self, cursor: int, split: Split | None) -> list[Batch]:
+        return self._make(self.corpora.training, self._order.samples(cursor, self._global_size), split)
 
-    def _make(self, samples: Samples, indices: NDArray[np.int64]) -> list[Batch]:
-        made = micro_batches(samples, indices, self._global_size, self._micro_batch, self._dp_rank, self._dp)
+    def _make(self, samples: Samples, indices: NDArray[np.int64], split: Split | None) -> list[Batch]:
+        if split is not None:
+            made = unequal_micro_batches(samples, indices, split, self._dp_rank)
+        else:
+            made = micro_batches(samples, indices, self._global_size, self._micro_batch, self._dp_rank, self._dp)
         return [batch.to(self._device, non_blocking=True) for batch in made]
 
     def validation(self) -> Iterator[list[Batch]]:
@@ -84,14 +92,14 @@ class Loader:
 
         Every rank gets the same number of lists, each of as many micro-batches as a training step.
         """
-        samples = self.corpora.validation
+        samples, split = self.corpora.validation, self.split
         count = 0 if samples is None else len(samples)
         steps = range(ceil_div(count, self._global_size))
 
         def make(step: int) -> list[Batch]:
             assert samples is not None  # there are no steps without
             first = step * self._global_size
-            return self._make(samples, np.arange(first, min(first + self._global_size, count), dtype=np.int64))
+            return self._make(samples, np.arange(first, min(first + self._global_size, count), dtype=np.int64), split)
 
         ahead = self._thread.submit(make, 0) if steps else None
         for step in steps:

@@ -18,13 +18,13 @@ from pydantic import (
 )
 
 from meshwright.errors import InputError
+from meshwright.job.batch_section import BatchSection
 from meshwright.job.fault_section import FaultSection
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import LAYOUT_KEYS, is_auto, parse_layout_values
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.recovery_section import RecoverySection
 from meshwright.job.sections import (
-    BatchSection,
     CheckpointSection,
     ClusterSection,
     DataSection,

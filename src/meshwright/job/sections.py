@@ -99,13 +99,6 @@ class DataSection(Section):
         return (value,) if isinstance(value, str) else value
 
 
-class BatchSection(Section):
-    """[batch]: the global batch, whatever the layout."""
-
-    global_size: PositiveInt
-    """Sequences per optimizer step over all ranks."""
-
-
 class OptimizerSection(Section):
     """[optimizer]: the update and its learning-rate schedule."""
 

@@ -12,7 +12,9 @@ from meshwright.job.memory import memory_problem
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
 from meshwright.job.sentences import either
+from meshwright.job.split import first_split
 from meshwright.job.validate_less_often import apart
+from meshwright.job.validate_split import split_problems
 from meshwright.job.validate_sync import sync_problems
 
 _FULL_BACKWARD = "gpipe, 1f1b, interleaved or looped-bfs"
@@ -156,7 +158,10 @@ def _batch_problems(job: Job) -> Iterator[str]:
             f"layout: tp={layout.tp} does not divide the {micro_batch * sequence} tokens of a micro-batch "
             f"(micro_batch={micro_batch} x data.sequence_length={sequence}); use a micro_batch that {need} divides"
         )
-    steps = micro_steps(size, micro_batch, layout.dp)
+    wrong = [*split_problems(job)]
+    yield from wrong
+    split = None if wrong else first_split(job)
+    steps = micro_steps(size, micro_batch, layout.dp) if split is None else split.micro_steps
     problem = micro_batch_rule(layout.schedule, layout.pp, layout.virtual_stages, steps)
     if problem:
         yield (

@@ -163,6 +163,19 @@ class _Shared:
         return StagePlace(number, layers, first, last, tensors, self.layout.stage_recompute(number))
 
 
+def refuse_shares(job: Job) -> None:
+    """Refuse a job whose replicas have unequal batches by hand; ``auto`` starts with equal ones, which are predicted.
+
+    Raises:
+        InputError: why.
+    """
+    if isinstance(job.batch.split, tuple):
+        raise InputError(
+            f"batch.split: {','.join(map(str, job.batch.split))} makes the replicas unequal, but the ledger is "
+            "predicted for equal ones; leave it out (--set batch.split=[]), or read the measured ledger of a run"
+        )
+
+
 def _check(job: Job, spec: ModelSpec) -> None:
     layout = job.layout
     if layout.micro_batch is None:
@@ -170,6 +183,7 @@ def _check(job: Job, spec: ModelSpec) -> None:
     for name, degree in (("cp", layout.cp), ("ep", layout.ep)):
         if degree > 1:
             raise InputError(f"layout: {name}={degree} cannot be trained yet, so its ledger is not predicted; use 1")
+    refuse_shares(job)
     if spec.experts:
         raise InputError(
             f"model: experts={spec.experts} cannot be trained yet, so no ledger is predicted; use a dense model"

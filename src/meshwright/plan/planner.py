@@ -112,12 +112,17 @@ def evaluated(job: Job, cluster: ClusterSpec) -> PlannedLayout:
 
 
 def check_plannable(job: Job) -> None:
-    """Refuse a model whose costs are not known.
+    """Refuse a model or a division of the batch whose costs are not known.
 
     Raises:
         InputError: why.
     """
     spec = job.model_spec
+    if isinstance(job.batch.split, tuple):
+        raise InputError(
+            f"batch.split: {','.join(map(str, job.batch.split))} is of one layout, but layouts are planned with equal "
+            "batches; leave it out (--set batch.split=[]), or use auto, which starts with equal ones"
+        )
     if spec.experts:
         raise InputError(f"model: experts={spec.experts} cannot be planned yet; use a dense model (experts=0)")
     if spec.positions == "learned" and job.data.sequence_length > spec.max_positions:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.job.batch_section import BatchSection
 from meshwright.job.job import Job
 from meshwright.job.sections import ModelSection
 from meshwright.job.validate import check_job
@@ -69,7 +70,7 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
         update={
             "model": ModelSection(**spec.model_dump()),
             "data": job.data.model_copy(update={"sequence_length": PROOF_SEQUENCE}),
-            "batch": job.batch.model_copy(update={"global_size": case.global_size}),
+            "batch": BatchSection(global_size=case.global_size),
             "optimizer": job.optimizer.model_copy(update=settings),
             "precision": job.precision.model_copy(update={"dtype": dtype}),
             "layout": case.layout,
@@ -111,7 +112,7 @@ class Prover:
         job = request.job
         key = repr(
             (
-                (job.model_spec, job.optimizer, job.precision, job.batch, job.train.seed),
+                (job.model_spec, job.optimizer, job.precision, job.batch.global_size, job.train.seed),
                 (request.samples, request.steps, request.gradient_steps),
             )
         )

@@ -12,6 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data.batch import Batch
 from meshwright.data.loader import Loader
 from meshwright.job.job import Job
+from meshwright.job.split import Split, first_split, split_into
 from meshwright.parallel.owned import Owned
 from meshwright.prove.parity import Trace, assemble, to_numpy
 from meshwright.prove.planted import Plant, plant
@@ -28,7 +29,8 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], NDArray[Any]]
 class Request:
     """A run of a few steps of ``job`` under its own layout.
 
-    ``samples`` replaces the job's corpus; ``planted`` makes a named error on purpose.
+    ``samples`` replaces the job's corpus; ``planted`` makes a named error on purpose. ``sequences``: of each replica,
+    step by step and round again, in place of what the job's ``batch.split`` says.
     """
 
     job: Job
@@ -36,6 +38,7 @@ class Request:
     samples: ProofSamples | None = None
     gradient_steps: int = 0
     planted: Plant | None = None
+    sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -90,9 +93,14 @@ def batch_source(request: Request, mesh: Mesh | None) -> Callable[[int], list[Ba
     if request.samples is None:
         return Loader(job, dp_rank=dp_rank, dp=dp).batches
     samples, size, micro_batch = request.samples, job.batch.global_size, job.layout.micro_batch
+    given: list[Split | None] = [split_into(job, one) for one in request.sequences]
+    splits = given or [first_split(job)]
 
     def batches(step: int) -> list[Batch]:
-        return proof_batches(samples, step, global_size=size, micro_batch=micro_batch, dp_rank=dp_rank, dp=dp)
+        split = splits[step % len(splits)] if mesh else None
+        return proof_batches(
+            samples, step, global_size=size, micro_batch=micro_batch, dp_rank=dp_rank, dp=dp, split=split
+        )
 
     return batches
 

@@ -19,6 +19,7 @@ from meshwright.job.layout import Layout
 from meshwright.job.steady import steady_step
 from meshwright.ledger.compare import Difference, compare
 from meshwright.ledger.ledger import Ledger, RankLedger, Spends
+from meshwright.plan.place import refuse_shares
 from meshwright.plan.predict import predict
 from meshwright.plan.spends import predicted_spends
 from meshwright.prove.check import proof_job
@@ -157,6 +158,7 @@ def hold_together(
         ranks: to trace.
         cluster: the machine, for predicted times; absent: none are predicted.
     """
+    refuse_shares(job)
     with ThreadPoolExecutor(1) as beside:
         # Not the other way round: the ranks of a pool end with the thread that started them.
         tracing = beside.submit(trace, job, ranks)

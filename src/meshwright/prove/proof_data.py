@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from meshwright.data.batch import Batch, micro_batches
 from meshwright.data.packing import IGNORE
 from meshwright.data.samples import Rows
+from meshwright.data.unequal import unequal_micro_batches
+from meshwright.job.split import Split
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ class ProofSamples:
 
 
 def proof_batches(
-    samples: ProofSamples, step: int, *, global_size: int, micro_batch: int, dp_rank: int, dp: int
-) -> list[Batch]:
-    """This rank's micro-batches of the global batch of step ``step``."""
+    samples: ProofSamples, step: int, *, global_size: int, micro_batch: int, dp_rank: int, dp: int,
+    split: Split | None = None,
+) -> list[Batch]:  # fmt: skip
+    """This rank's micro-batches of the global batch of step ``step``; ``split``: where replicas have unequal shares."""
     indices = np.arange(step * global_size, (step + 1) * global_size, dtype=np.int64)
+    if split is not None:
+        return unequal_micro_batches(samples, indices, split, dp_rank)  # type: ignore[arg-type]
     return micro_batches(samples, indices, global_size, micro_batch, dp_rank, dp)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from meshwright.prove.sync_cases_algorithms import algorithm_cases
 from meshwright.prove.sync_cases_compression import compression_cases
 from meshwright.prove.sync_cases_local import local_cases
 from meshwright.prove.sync_cases_server import SERVER_CASES, server_proofs
+from meshwright.prove.sync_cases_unequal import unequal_cases
 from meshwright.prove.sync_proof import SameRun, SyncProof
 
 
@@ -40,6 +41,7 @@ def sync_cases(max_ranks: int = 8) -> list[SyncCase]:
     extra: list[SyncProof | SameRun] = [*compression_cases(), *local_cases()]
     cases += [SyncCase(proof.label, proof.ranks, proof.prove) for proof in extra]
     cases += [server_case(*case) for case in SERVER_CASES]
+    cases += [SyncCase(one.case.label, one.case.layout.ranks, one.prove) for one in unequal_cases()]
     return [case for case in cases if case.ranks <= max_ranks]
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from meshwright.train.cadence import Cadence
 from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
 from meshwright.train.replicas import Replicas
+from meshwright.train.resizing import Resizing
 from meshwright.train.saving import Saver, require_shared
 from meshwright.train.sinks import TensorBoard, peak_memory_bytes
 from meshwright.train.trainer import StepReport, Trainer
@@ -69,6 +71,8 @@ class TrainingLoop:
         self.here = here if alike else None
         replicas = Replicas(self.saver)
         self.replicas = replicas if alike and replicas.any else None
+        auto = job.batch.split == "auto"
+        self.resizing = Resizing(job, mesh, self.loader.split) if auto else None
         self.background = BackgroundSaver(self.saver) if job.checkpoint.mode == "async" else None
         self.cadence = Cadence(job.checkpoint, self.saver.world)
         self._unsaved: SaveError | None = None
@@ -185,7 +189,8 @@ class TrainingLoop:
             with phase("data"):
                 batches = self.loader.batches(self.trainer.step_number)
             data_seconds = time.monotonic() - started
-            report = self.trainer.step(batches)
+            with self._sized():
+                report = self.trainer.step(batches)
         seconds = time.monotonic() - started
         finish_step(report.step)
         rate = report.valid_tokens / seconds
@@ -197,8 +202,10 @@ class TrainingLoop:
             data_seconds=data_seconds,
             tokens_per_second=rate,
             peak_memory_bytes=peak_memory_bytes(self.trainer.device),
+            **self._share(),
         )
         self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
+        self._resize(report.step)
         return report
 
     def _record_step(self, report: StepReport, **times: float) -> None:
@@ -213,6 +220,36 @@ class TrainingLoop:
             total_tokens=self.job.batch.global_size * self.job.data.sequence_length,
             **times,
         )
+
+    def _share(self) -> dict[str, float]:
+        """This rank's sequences of the step, and its time without waiting where that is measured."""
+        split = self.loader.split
+        share: dict[str, float] = {}
+        if split is not None:
+            share["sequences"] = split.sequences[self.mesh.coordinate("dp")]
+        if self.resizing is not None:
+            share["own_seconds"] = self.resizing.own_seconds
+        return share
+
+    def _sized(self) -> AbstractContextManager[None]:
+        """Around a step: measured for ``batch.split = "auto"``, unless the ledger's instruments slow it down."""
+        if self.resizing is None or self.recorder.instrumented:
+            return nullcontext()
+        return self.resizing.around_step()
+
+    def _resize(self, step: int) -> None:
+        """The replicas' shares of the next step, where they follow their speed."""
+        change = None if self.resizing is None else self.resizing.after_step()
+        if change is not None:
+            self.loader.split = change.after
+            self._event(
+                "resized",
+                step=step,
+                before=list(change.before),
+                sequences=list(change.after.sequences),
+                micro_batches=change.after.micro_steps,
+                predicted_gain=change.seconds_before / change.seconds_after - 1.0,
+            )
 
     def _maybe_evaluate(self, report: StepReport) -> None:
         every, step = self.job.train.eval_every, report.step

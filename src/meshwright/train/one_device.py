@@ -39,6 +39,7 @@ def one_device_tokens_per_second(job: Job, *, threads: int) -> float | None:
             "layout": Layout(micro_batch=job.layout.micro_batch, recompute=job.layout.stage_recompute(0)),
             "cluster": job.cluster.model_copy(update={"ranks": 1}),
             "sync": SyncSection(),
+            "batch": job.batch.model_copy(update={"split": None, "micro_batch_limits": None}),
         }
     )
     device = choose_device(alone)

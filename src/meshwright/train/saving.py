@@ -24,6 +24,7 @@ from meshwright.checkpoint.world import GroupWorld, World
 from meshwright.data.loader import Loader
 from meshwright.errors import CheckpointError, DamagedCheckpoint, InputError
 from meshwright.job.job import Job
+from meshwright.job.split import resumed_split
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.recovery.handover import State
@@ -159,6 +160,7 @@ class Saver:
         trainer.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         if self.loader is not None:
             self.loader.resume(manifest.step, int(state["cursor"]))
+            self.loader.split = resumed_split(trainer.job, state.get("sequences"), self.loader.split)
         self.sync.restore(path, manifest, self.world)
         trainer.data_parallel.publish()
         self.saved_step = manifest.step
@@ -182,6 +184,7 @@ class Saver:
             "cursor": self.loader.cursor(trainer.step_number) if self.loader else 0,
             "seed": trainer.job.train.seed,
             "samples": len(self.loader.corpora.training) if self.loader else None,
+            "sequences": list(self.loader.split.sequences) if self.loader and self.loader.split else None,
             "optimizer_steps": trainer.optimizer.steps,
             "loss_scale": trainer.loss_scale.value,
             "loss_scale_good_steps": trainer.loss_scale.good_steps,
