@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import math
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy
-import psutil
 import torch
 
-from bench.fault_draw import EVERY, STEPS, Entry
+from bench.fault_attempt import Attempt
+from bench.fault_draw import EVERY, STEPS, Entry, Group
 from meshwright.checkpoint.compare import compare_checkpoints
 from meshwright.checkpoint.folder import latest, step_folder, steps
 from meshwright.checkpoint.load import read_tensor
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.verify import damage
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import load_job
 from meshwright.job.layout_text import parse_layout
@@ -31,13 +27,6 @@ from meshwright.prove.pool import RankPool
 from meshwright.train.faults.fired import Fired, named
 from meshwright.train.loop import TrainingLoop
 
-ROOT = Path(__file__).parents[1]
-MARK = "MESHWRIGHT_BENCH_FAULTS"
-"""Environment variable by which every process of a run is found again, whatever its session or group."""
-BOUND = 120.0
-"""Seconds in which a run must have ended or finished: a hang lasts longer. Generous, for busy machines."""
-ORPHAN_SECONDS = 10.0
-"""After the end of the command, in which its last process must be gone."""
 _RATE = 1e-3
 TOLERANCE = 1e-10
 """Of parameters in float64 after a change of layout (relative to the largest, or to lr x steps)."""
@@ -87,9 +76,10 @@ one_device_steps = 0
 
 @dataclass
 class Verdict:
-    """What became of one entry."""
+    """What became of one fault."""
 
     number: int
+    run: int
     faults: list[str]
     kind: str
     rank: int
@@ -98,24 +88,29 @@ class Verdict:
     layout: str
     fired: bool = False
     outcome: str = ""
-    """``undisturbed``, ``recovered`` (in place), ``resumed`` (by command) or ``failed``."""
+    """``undisturbed``, ``recovered`` (by itself) or ``resumed`` (by command)."""
     recovered_layout: str = ""
     right_state: bool = False
-    """Committed states are those of the undisturbed run, and so is the end."""
+    """What its run had committed then, and its end, are those of the undisturbed run."""
     largest_difference: float = 0.0
-    """Relative, of parameters at the end; 0.0: the same bits."""
+    """Relative, of parameters at the end of its run; 0.0: the same bits."""
     hang: bool = False
     orphans: int = 0
     named: str = ""
-    """The rank the first report names."""
+    """The rank that the report says is the cause."""
     rightly_named: bool = True
     detection_s: float | None = None
-    """From the fault until the run had ended, or until it was reported."""
+    """From the fault until it was reported, or until the command had ended."""
     restart_s: float | None = None
     """From then (or from the command that resumed it) until the next step was finished."""
     lost_steps: int | None = None
     """Finished steps that were done again."""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.fired and self.right_state and self.rightly_named and not self.problems
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as a JSON object."""
@@ -123,199 +118,200 @@ class Verdict:
 
 
 class Campaign:
-    """Runs entries in one folder. ``reference`` runs of a layout are made once, on pools of ranks."""
+    """Does runs in one folder. ``reference`` runs of a layout are made once.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: new or empty.
+        pool: gives a pool of so many ranks, which stays somebody else's; absent: one is started for each reference.
+    """
+
+    def __init__(self, folder: Path, pool: Callable[[int], RankPool] | None = None) -> None:
         self.folder, self.job = folder, folder / "job.toml"
-        self._pools: dict[int, RankPool] = {}
+        self._pool = pool
         self._references: dict[str, Path] = {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "corpus.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
         self.job.write_text(JOB)
 
-    def close(self) -> None:
-        """End the pools."""
-        for pool in self._pools.values():
-            pool.close()
-
     def reference(self, layout: str) -> Path:
-        """The checkpoints of the undisturbed run under a layout, all of them."""
+        """The checkpoints of the undisturbed run under a layout, one of every step."""
         if layout not in self._references:
             out = self.folder / f"reference-{len(self._references)}"
             ranks = load_job(self.job, layout=layout).layout.ranks
-            pool = self._pools.setdefault(ranks, RankPool(ranks))
-            pool.run(undisturbed, str(self.job), layout, str(out), timeout=BOUND)
+            pool = RankPool(ranks) if self._pool is None else self._pool(ranks)
+            try:
+                pool.run(undisturbed, str(self.job), layout, str(out), timeout=300)
+            finally:
+                if self._pool is None:
+                    pool.close()  # sleeping ranks cost turns
             self._references[layout] = out / "checkpoints"
         return self._references[layout]
 
-    def run(self, entry: Entry) -> Verdict:
-        """Do one entry."""
-        fault = entry.fault
-        verdict = Verdict(
-            entry.number, [str(one) for one in entry.faults], fault.kind, fault.rank, fault.step, fault.phase,
-            entry.layout,
-        )  # fmt: skip
-        reference = self.reference(entry.layout)
-        out = self.folder / f"run-{entry.number}"
-        attempt = _Attempt(self.job, out, entry, entry.layout, resume=False)
-        attempt.follow(verdict)
-        fired = Fired(out)
-        verdict.fired = all(fired.has(name) for name, _ in named(entry.faults))
-        self._judge_naming(entry, attempt, verdict)
+    def run(self, group: Group) -> list[Verdict]:
+        """Do one run: start it, resume it by command as often as it ends, judge what became of each fault."""
+        judge = _Judge(group, self.folder / f"run-{group.number}", self.reference(group.layout))
+        layout, resume = group.layout, False
+        for number in range(len(group.entries) + 2):
+            attempt = Attempt(self.job, judge.out, group, layout, number, resume=resume)
+            attempt.follow()
+            judge.ended(attempt)
+            if attempt.code == 0 or attempt.hang:
+                break
+            layout, resume = group.resume_layout, True
+        verdicts = judge.verdicts()
+        if all(verdict.good for verdict in verdicts):
+            shutil.rmtree(judge.out)
+        return verdicts
+
+
+class _Judge:
+    """Looks at what a run left, after each command and at the end."""
+
+    def __init__(self, group: Group, out: Path, reference: Path) -> None:
+        self.group, self.out, self.reference = group, out, reference
+        self._attempts: list[Attempt] = []
+        self._reached: list[int] = []
+        """The last finished step at the end of each attempt."""
+        self._problems: list[str] = []
+        self._orphans = 0
+
+    def ended(self, attempt: Attempt) -> None:
+        """A command has ended: what is committed then must be right."""
+        self._attempts.append(attempt)
+        self._orphans += attempt.orphans
+        rows = read_json_lines(self.out / "metrics.jsonl")
+        self._reached.append(max((int(row["step"]) for row in rows if row.get("applied")), default=0))
         if attempt.code == 0:
-            again = len(_events(out, "resumed"))
-            verdict.outcome = "recovered" if again else "undisturbed"
-            layouts = _events(out, "started", "resumed")
-            verdict.recovered_layout = str(layouts[-1]["layout"]) if layouts else ""
-            if again and entry.sort.outcome == "undisturbed":
-                verdict.problems.append("restarted although nothing was to come of it")
-        else:
-            self._after_the_end(entry, out, reference, verdict, attempt)
-        self._judge_end(out, reference, verdict)
-        if not verdict.problems and not verdict.hang and verdict.right_state:
-            shutil.rmtree(out)
+            return
+        folder = self.out / "checkpoints"
+        harmed = {entry.fault.step for entry in self.group.entries if entry.sort.then_kill}
+        for step in steps(folder):
+            path = step_folder(folder, step)
+            if step in harmed and damage(read_manifest(path)):
+                continue
+            problem = self._difference_to_undisturbed(path)
+            if problem:
+                self._problems.append(f"committed step {step}: {problem}")
+
+    def verdicts(self) -> list[Verdict]:
+        """One for each fault of the run."""
+        self._judge_end()
+        fired = Fired(self.out)
+        names = {str(fault): name for name, fault in named(self.group.faults)}
+        times = {record["fault"]: float(record["time"]) for record in fired.records()}
+        events = read_json_lines(self.out / "events.jsonl")
+        happened = [event["fault"] for event in events if event["event"] == "fault"]
+        if len(happened) != len(set(happened)):
+            self._problems.append("a fault happened twice")
+        ends = [times.get(str(entry.faults[-1]), math.nan) for entry in self.group.entries]
+        result = []
+        for place, entry in enumerate(self.group.entries):
+            until = next((time_ for time_ in ends[place + 1 :] if not math.isnan(time_)), math.inf)
+            verdict = self._verdict(entry, ends[place], until, events)
+            verdict.fired = all(fired.has(names[str(fault)]) for fault in entry.faults)
+            result.append(verdict)
+        result[-1].orphans = self._orphans
+        result[-1].hang = self._attempts[-1].hang
+        for verdict in result:
+            verdict.problems += self._problems
+            verdict.right_state = not self._problems
+            verdict.largest_difference = self._largest
+        return result
+
+    def _verdict(self, entry: Entry, since: float, until: float, events: list[dict[str, Any]]) -> Verdict:
+        """What happened between this fault and the next."""
+        fault, group = entry.fault, self.group
+        verdict = Verdict(
+            entry.number, group.number, [str(one) for one in entry.faults], fault.kind, fault.rank, fault.step,
+            fault.phase, group.layout,
+        )  # fmt: skip
+        mine = [event for event in events if since <= float(event["time"]) < until]
+        layouts = [event["layout"] for event in events if "layout" in event and float(event["time"]) < until]
+        verdict.recovered_layout = str(layouts[-1]) if layouts else ""
+        incidents = [event for event in mine if event["event"] == "incident"]
+        ended = [number for number, one in enumerate(self._attempts) if since <= one.ended < until and one.code != 0]
+        verdict.outcome = "resumed" if ended else "recovered" if incidents else "undisturbed"
+        if incidents:
+            verdict.detection_s = float(incidents[0]["time"]) - since
+            verdict.named = ",".join(map(str, incidents[0]["ranks"]))
+            restarting, resumed, recovered = (
+                [event for event in mine if event["event"] == kind] for kind in ("restarting", "resumed", "recovered")
+            )
+            if restarting and resumed:
+                # What it meant to go on from may have turned out damaged.
+                best = int(restarting[0]["step"]) + int(restarting[0]["lost_steps"])
+                verdict.lost_steps = max(0, best - int(resumed[0]["step"]))
+            if recovered and not ended:
+                verdict.restart_s = float(recovered[-1]["time"]) - float(incidents[0]["time"])
+        if ended:
+            self._resumed(ended[-1], since, verdict, mine)
+        self._judge_outcome(entry, incidents, verdict)
         return verdict
 
-    def _after_the_end(self, entry: Entry, out: Path, reference: Path, verdict: Verdict, attempt: _Attempt) -> None:
-        """The first command ended early: what it left must be right, and it must go on from there."""
-        if entry.sort.outcome == "undisturbed":
-            verdict.problems.append(f"ended although nothing was to come of it: {attempt.said}")
-        happened = _events(out, "fault")
-        if happened and not verdict.hang:
-            verdict.detection_s = max(0.0, attempt.ended - float(happened[-1]["time"]))
-        before = _last_step(out)
-        for step in steps(out / "checkpoints")[-1 - len(entry.faults) :]:
-            damage = entry.sort.then_kill and step == entry.fault.step
-            if not damage and not _same(step_folder(out / "checkpoints", step), step_folder(reference, step)):
-                verdict.problems.append(f"committed step {step} is not that of the undisturbed run")
-        second = _Attempt(self.job, out, entry, entry.resume_layout, resume=True)
-        second.follow(verdict)
-        verdict.outcome = "resumed" if second.code == 0 else "failed"
-        verdict.recovered_layout = entry.resume_layout
-        if second.code != 0:
-            verdict.problems.append(f"resuming: {second.said}")
+    def _resumed(self, number: int, since: float, verdict: Verdict, mine: list[dict[str, Any]]) -> None:
+        """The command ended after this fault, and another one went on."""
+        one = self._attempts[number]
+        if verdict.detection_s is None:
+            verdict.detection_s = one.ended - since
+        verdict.named = verdict.named or one.named()
+        resumed = [event for event in mine if event["event"] == "resumed" and float(event["time"]) > one.ended]
+        if not resumed:
+            verdict.problems.append(f"it was not resumed: {self._attempts[-1].said}")
             return
-        resumed = int(_events(out, "resumed")[-1]["step"])
-        verdict.lost_steps = max(0, before - resumed)
-        rows = [row for row in read_json_lines(out / "metrics.jsonl") if row.get("step") == resumed + 1]
-        if rows:
-            verdict.restart_s = float(rows[0]["time"]) - second.began
-        if len(_events(out, "fault")) != len(entry.faults):
-            verdict.problems.append("a fault happened more or less often than once")
+        verdict.lost_steps = max(0, self._reached[number] - int(resumed[0]["step"]))
+        rows = [float(row["time"]) for row in read_json_lines(self.out / "metrics.jsonl") if "loss" in row]
+        later = [time_ for time_ in rows if time_ > float(resumed[0]["time"]) - 0.01]
+        if later:
+            verdict.restart_s = min(later) - self._attempts[number + 1].began
 
-    def _judge_naming(self, entry: Entry, attempt: _Attempt, verdict: Verdict) -> None:
-        verdict.named = attempt.named()
-        if entry.blamed is not None and (attempt.code != 0 or verdict.named):
+    def _judge_outcome(self, entry: Entry, incidents: list[dict[str, Any]], verdict: Verdict) -> None:
+        wanted, got = entry.outcome, verdict.outcome
+        legal = {
+            "undisturbed": ("undisturbed",), "recovers": ("recovered",), "stops": ("resumed",), "lost": ("resumed",),
+            "either": ("undisturbed", "recovered", "resumed"),
+        }  # fmt: skip
+        if got not in legal[wanted]:
+            said = incidents[0]["sentence"] if incidents else self._attempts[0].said
+            verdict.problems.append(f"{got}, where {' or '.join(legal[wanted])} is right: {said}")
+        if wanted == "recovers" and len(incidents) > 1:
+            verdict.problems.append(f"{len(incidents)} incidents: {incidents[-1]['sentence']}")
+        if entry.blamed is not None and got != "undisturbed":
             verdict.rightly_named = verdict.named == str(entry.blamed)
 
-    def _judge_end(self, out: Path, reference: Path, verdict: Verdict) -> None:
-        last = latest(out / "checkpoints")
+    _largest = 0.0
+
+    def _judge_end(self) -> None:
+        if self._attempts[-1].hang:
+            self._problems.append("it hung")
+        if self._orphans:
+            self._problems.append(f"{self._orphans} processes outlived it")
+        last = latest(self.out / "checkpoints")
         if last is None or last.name != f"step-{STEPS}":
-            verdict.problems.append(f"it did not come to step {STEPS}")
+            self._problems.append(f"it did not come to step {STEPS}: {self._attempts[-1].said}")
             return
-        whole = reference / last.name
-        rows = [row["step"] for row in read_json_lines(out / "metrics.jsonl") if "loss" in row]
+        rows = [row["step"] for row in read_json_lines(self.out / "metrics.jsonl") if "loss" in row]
         if rows != list(range(1, STEPS + 1)):
-            verdict.problems.append(f"the records have steps {rows}")
-        if _plain(verdict.recovered_layout) == _plain(verdict.layout):
-            if not _same(last, whole):
-                verdict.problems.append("the end is not bit-equal to that of the undisturbed run")
-        else:
-            verdict.largest_difference = _difference(last, whole)
-            if not verdict.largest_difference <= TOLERANCE:
-                verdict.problems.append(f"parameters differ by {verdict.largest_difference:.1e}")
-        verdict.right_state = not verdict.problems
+            self._problems.append(f"the records have steps {rows}")
+        problem = self._difference_to_undisturbed(last)
+        if problem:
+            self._problems.append(f"the end: {problem}")
 
-
-class _Attempt:
-    """One command, from its start to the end of its last process."""
-
-    def __init__(self, job: Path, out: Path, entry: Entry, layout: str, *, resume: bool) -> None:
-        self._token = f"{os.getpid()}-{entry.number}-{resume}"
-        self._out = out
-        texts = json.dumps([str(fault) for fault in entry.faults])
-        words = ["train", job, "--out", out, "--layout", f"{layout} micro_batch=1", "--json",
-                 "--set", f"fault.inject={texts}", *(["--resume"] if resume else [])]  # fmt: skip
-        self.began = time.time()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright.cli.main", *map(str, words)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self._token},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.code, self.ended, self.errors = 0, self.began, ""
-
-    @property
-    def said(self) -> str:
-        """The first line on standard error."""
-        return next(iter(self.errors.strip().splitlines()), f"exit code {self.code}")
-
-    def follow(self, verdict: Verdict) -> None:
-        """Wait for the end; what hangs is killed, what stays behind is counted and killed."""
-        try:
-            _, self.errors = self._process.communicate(timeout=BOUND)
-        except subprocess.TimeoutExpired:
-            verdict.hang = True
-            verdict.problems.append(f"it had not ended after {BOUND:.0f} s")
-            for process in self._alive():
-                _kill(process)
-            _, self.errors = self._process.communicate()
-        self.code, self.ended = self._process.returncode, time.time()
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while (alive := self._alive()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        verdict.orphans += len(alive)
-        if alive:
-            verdict.problems.append(f"{len(alive)} processes outlived it")
-        for process in alive:
-            _kill(process)
-
-    def _alive(self) -> list[psutil.Process]:
-        """Every process that carries this attempt's mark and has not ended."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._token and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
-
-    def named(self) -> str:
-        """The rank that the report of a failure says is the cause, or an empty text."""
-        # A save fails on all ranks alike, with the one that could not write in brackets.
-        match = re.search(r"could not be saved to \S+ \(rank (\d+):", self.errors)
-        match = match or re.search(r"\brank (\d+) of \d+ failed", self.errors)
-        return match[1] if match else ""
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.Error:
-        return
-
-
-def _events(out: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in read_json_lines(out / "events.jsonl") if event["event"] in kinds]
+    def _difference_to_undisturbed(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint: bits, as long as every layout was the same; the bound otherwise."""
+        whole = self.reference / path.name
+        events = read_json_lines(self.out / "events.jsonl")
+        layouts = {_plain(str(event["layout"])) for event in events if "layout" in event}
+        if layouts == {_plain(self.group.layout)}:
+            found = compare_checkpoints(path, whole)
+            same = found.same_tensors and not any(key.startswith("state.") for key in found.facts)
+            return None if same else "its bits are not those of the undisturbed run"
+        self._largest = max(self._largest, _difference(path, whole))
+        return None if self._largest <= TOLERANCE else f"parameters differ by {self._largest:.1e}"
 
 
 def _plain(layout: str) -> str:
     """A layout in its one form."""
     return str(parse_layout(layout).model_copy(update={"micro_batch": 1}))
-
-
-def _last_step(out: Path) -> int:
-    return max((int(row["step"]) for row in read_json_lines(out / "metrics.jsonl") if row.get("applied")), default=0)
-
-
-def _same(left: Path, right: Path) -> bool:
-    """Whether two checkpoints hold the same tensors to the bit, and the same state."""
-    found = compare_checkpoints(left, right)
-    return found.same_tensors and not any(key.startswith("state.") for key in found.facts)
 
 
 def _difference(left: Path, right: Path) -> float:
@@ -339,8 +335,3 @@ def undisturbed(job: str, layout: str, out: str) -> None:
     with Mesh(loaded.layout) as mesh:
         loop = TrainingLoop(loaded, mesh, folder, device=torch.device("cpu"), resume=False, quiet=True)
         loop.run()
-
-
-def entries_done(verdicts: Sequence[Verdict]) -> int:
-    """How many came through with nothing wrong."""
-    return sum(1 for verdict in verdicts if verdict.fired and verdict.rightly_named and not verdict.problems)

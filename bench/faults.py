@@ -1,10 +1,10 @@
 """A campaign of random faults: `python -m bench.faults --runs N --seed S --json`.
 
-Each run trains a small model in float64 under some layout of 2 to 4 ranks, as `meshwright train` does it, and one
-fault happens to it: a process is killed or stopped, a write fails, a file is damaged, the launcher dies, and so on, at
-a drawn rank, step and phase. Then it must come to its end with the parameters of the run that nothing happened to: the
-same bits under the same layout, and within the bound of float64 where it goes on under another. Nothing may hang, no
-process may be left, and the rank that is to blame must be named.
+A small model is trained in float64 under layouts of 2 to 4 ranks, as `meshwright train` does it, and faults happen
+to it: a process is killed or stopped, a write fails, a file is damaged, the launcher dies, and so on, at a drawn rank,
+step and phase; up to four in one training, `--runs` in all. After each it must go on, and come to its end with the
+parameters of the run that nothing happened to: the same bits under the same layout, and within the bound of float64
+where it goes on under another. Nothing may hang, no process may be left, and the rank that is to blame must be named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.fault_draw import LAYOUTS, SORTS, draw
+from bench.fault_draw import LAYOUTS, SORTS, TOGETHER, draw
 from bench.fault_runs import Campaign, Verdict
 from bench.statistics import median
 
@@ -31,18 +31,17 @@ def campaign(
     *,
     layouts: Sequence[str] = LAYOUTS,
     kinds: Sequence[str] = (),
+    together: int = TOGETHER,
     tell: Callable[[Verdict], None] = lambda _: None,
 ) -> list[Verdict]:
-    """Do ``runs`` entries of the seed; ``kinds``: only faults of these."""
-    sorts = [sort for sort in SORTS if not kinds or sort.text.split()[0] in kinds]
+    """Inject ``runs`` faults of the seed, up to ``together`` in one training; ``kinds``: only of these."""
+    sorts = [sort for sort in SORTS if not kinds or sort.kind in kinds]
     work = Campaign(folder)
     verdicts = []
-    try:
-        for entry in draw(runs, seed, layouts, sorts):
-            verdicts.append(work.run(entry))
-            tell(verdicts[-1])
-    finally:
-        work.close()
+    for group in draw(runs, seed, layouts, sorts, together):
+        for verdict in work.run(group):
+            verdicts.append(verdict)
+            tell(verdict)
     return verdicts
 
 
@@ -72,9 +71,8 @@ def passed(found: dict[str, Any]) -> bool:
 
 def line(verdict: Verdict) -> str:
     """One entry on one line."""
-    good = verdict.fired and verdict.rightly_named and not verdict.problems
     facts = [
-        f"{'ok  ' if good else 'FAIL'} {verdict.number:>4}  {verdict.layout:<18} {'; '.join(verdict.faults)}",
+        f"{'ok  ' if verdict.good else 'FAIL'} {verdict.number:>4}  {verdict.layout:<18} {'; '.join(verdict.faults)}",
         "fired" if verdict.fired else "NOT FIRED",
         f"{verdict.outcome} under {verdict.recovered_layout}",
         *([f"named rank {verdict.named}"] if verdict.named else []),
@@ -89,6 +87,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--together", type=int, default=TOGETHER, choices=range(1, TOGETHER + 1), help="in one run")
     parser.add_argument("--layouts", default="", help="only these, separated by commas")
     parser.add_argument("--out", type=Path, help="keep the runs that went wrong, and all verdicts, in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON object, verdicts on standard error")
@@ -107,7 +106,7 @@ def main() -> None:
             campaign(
                 options.runs, options.seed, folder,
                 layouts=options.layouts.split(",") if options.layouts else LAYOUTS,
-                kinds=options.kinds.split(",") if options.kinds else (), tell=tell,
+                kinds=options.kinds.split(",") if options.kinds else (), together=options.together, tell=tell,
             )
         )  # fmt: skip
     finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy
 import psutil
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from meshwright.checkpoint.folder import CHECKPOINTS, latest
 from meshwright.checkpoint.manifest import MANIFEST
@@ -209,13 +211,21 @@ def launcher() -> int:
     return int(process.pid)
 
 
+def _store_port() -> int:
+    """Of the store that this rank uses; the port it would meet the others at, where it uses none yet."""
+    store: object = getattr(distributed_c10d, "_get_default_store")() if dist.is_initialized() else None  # noqa: B009
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return int(getattr(store, "port", None) or os.environ.get("MASTER_PORT", "0"))
+
+
 def store_process() -> int:
-    """The process on this host that listens on the ranks' rendezvous port.
+    """The process on this host that listens on the port of the ranks' key-value store.
 
     Raises:
         InputError: there is none here.
     """
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    port = _store_port()
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             return int(connection.pid)
