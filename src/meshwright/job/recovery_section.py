@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from meshwright.job.sections import Positive, Section
 
+Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Score = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -39,6 +40,10 @@ class RecoverySection(Section):
     """Steps between copies of the state into memory that outlives its rank; absent: none."""
     digest_every: PositiveInt | None = None
     """Steps between comparisons of what replicas hold, bit by bit, and before each checkpoint; absent: never."""
+    outlier: Above1 | None = None
+    """A rank whose gradient norm is more than so many times the median of its replicas' is reported; absent: never."""
+    replay: bool = False
+    """A step with such a rank is computed again from the same state, and must come to the same gradients."""
     straggler_score: Score = 0.5
     """A rank is reported as slow when the fastest needs less than this fraction of its time (and 0.1 s less a step)."""
     straggler_steps: PositiveInt = 10
@@ -49,6 +54,12 @@ class RecoverySection(Section):
     """URL to which each alert is posted as JSON."""
     alert_timeout: Positive = 10.0
     """Seconds that a command or a webhook may take."""
+
+    @model_validator(mode="after")
+    def _replay_needs_a_suspect(self) -> RecoverySection:
+        if self.replay and self.outlier is None:
+            raise ValueError("replay = true needs outlier, which says what step is suspect; give it, such as 10.0")
+        return self
 
     @model_validator(mode="after")
     def _in_order(self) -> RecoverySection:

@@ -22,6 +22,7 @@ from meshwright.parallel.pipeline import PipelineExecutor
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.tensor import TensorPartition, reduce_replicated_gradients
 from meshwright.parallel.tied import combine_tied_gradients
+from meshwright.train.gradient_norms import WatchedReducer, watches_norms
 from meshwright.train.initial_weights import load_weights
 from meshwright.train.synchronise import make_reducer
 
@@ -41,6 +42,7 @@ class Built:
     data_parallel: DataParallel
     pipeline: PipelineExecutor | None
     after_reduction: list[Callable[[list[Owned]], None]] = field(default_factory=list)
+    watched: WatchedReducer | None = None
 
 
 def build_stages(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False) -> dict[int, StageModel]:
@@ -89,6 +91,8 @@ def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False)
     layout = job.layout
     stages = build_stages(job, mesh, device, abstract=abstract)
     dtype = COMPUTE_DTYPES[job.precision.dtype]
+    reducer = make_reducer(job, mesh)
+    watched = WatchedReducer(reducer) if watches_norms(job) else None
     data_parallel = make_data_parallel(
         stages,
         layout=layout,
@@ -97,7 +101,7 @@ def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False)
         bucket_bytes=job.bucket_bytes,
         deterministic=job.train.deterministic,
         tied_apart=job.model_spec.tied and layout.stage_count > 1,
-        reducer=make_reducer(job, mesh),
+        reducer=watched or reducer,
         apart=apart(job),
     )
     after: list[Callable[[list[Owned]], None]] = []
@@ -108,4 +112,4 @@ def build(job: Job, mesh: Mesh, device: torch.device, *, abstract: bool = False)
     pipeline = None
     if layout.stage_count > 1:
         pipeline = PipelineExecutor(stages, data_parallel, mesh, layout, job.model_spec, dtype, device)
-    return Built(stages, data_parallel, pipeline, after)
+    return Built(stages, data_parallel, pipeline, after, watched)

@@ -140,6 +140,10 @@ class TrainingLoop:
 
     def _after(self, report: StepReport, *, evaluate: bool = True) -> None:
         """What is due once a step is done."""
+        if self.trainer.norms is not None:
+            found, self.trainer.norms.found = self.trainer.norms.found, []
+            for outlier in found:
+                self._event("gradient-outlier", **vars(outlier))
         if evaluate:
             self._maybe_evaluate(report)
         with phase("checkpoint"):

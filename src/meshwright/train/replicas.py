@@ -24,24 +24,11 @@ from meshwright.checkpoint.load import read_box
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import all_gather, all_gather_json
 from meshwright.errors import CheckpointError
+from meshwright.train.corrupt import CorruptState
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.saving import Saver
 
 _NAMES_SHOWN = 4
-
-
-class CorruptState(RuntimeError):
-    """Replicas hold different bits; raised on all ranks.
-
-    Args:
-        message: one sentence.
-        blamed: the ranks that hold the wrong ones.
-        good_step: the last step after which all were equal.
-    """
-
-    def __init__(self, message: str, blamed: Sequence[int], good_step: int) -> None:
-        super().__init__(message)
-        self.blamed, self.good_step = list(blamed), good_step
 
 
 @dataclass(frozen=True)

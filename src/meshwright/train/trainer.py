@@ -22,6 +22,7 @@ from meshwright.train.apart import Apart
 from meshwright.train.build import Built, build
 from meshwright.train.compressing import make_compressing, optimizer_momentum
 from meshwright.train.executor import Executor, LoopExecutor
+from meshwright.train.gradient_norms import GradientNorms
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.norm import OrderFreeSquares, clip_coefficient, local_peak, local_square_sum
@@ -62,6 +63,8 @@ class Trainer:
         self.stages, self.data_parallel = built.stages, built.data_parallel
         self.owned = self.data_parallel.owned()
         self.after_reduction = built.after_reduction
+        factor = job.recovery.outlier
+        self.norms = GradientNorms(built.watched, mesh, factor) if built.watched is not None and factor else None
         optimizer = job.optimizer
         self.optimizer = make_optimizer(
             self.owned,
@@ -99,13 +102,12 @@ class Trainer:
         valid = self.count_valid(batches)
         mine = self._valid_of_replica if self.apart is not None else valid
         divisor = max(mine, 1) / self.loss_scale.value
-        self.data_parallel.begin_step()
-        if self.compressing is not None:
-            self.compressing.begin(self.step_number)
-        self._set_randomness()
-        losses = self.executor.run(batches, divisor)
+        losses = self._gradients(batches, divisor)
+        if self.norms is not None and self.norms.outliers(self.step_number + 1) and self.job.recovery.replay:
+            before = self.norms.squares()
+            losses = self._gradients(batches, divisor)
+            self.norms.compare(before, self.step_number + 1, self.step_number)
         with phase("reduce"):
-            self.data_parallel.finish_gradients()
             for action in self.after_reduction:
                 action(self.owned)
             if self.apart is not None and self.apart.synchronous(self.step_number):
@@ -133,6 +135,19 @@ class Trainer:
             if self.apart is not None:
                 self.apart.after(self.step_number, mine)
         return report
+
+    def _gradients(self, batches: list[Batch], divisor: float) -> list[Tensor | None]:
+        """Forward and backward, and the sums over the dp ranks; the losses where they are known."""
+        self.data_parallel.begin_step()
+        if self.norms is not None:
+            self.norms.begin()
+        if self.compressing is not None:
+            self.compressing.begin(self.step_number)
+        self._set_randomness()
+        losses = self.executor.run(batches, divisor)
+        with phase("reduce"):
+            self.data_parallel.finish_gradients()
+        return losses
 
     def evaluate(self, batches: list[Batch]) -> tuple[float, int, bool]:
         """Sum of the loss (nats) and valid tokens over the micro-batches of all dp ranks; whether any wants to stop."""
