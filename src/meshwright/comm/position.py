@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 BEATS, CHANGED, STEP, PHASE, MICRO_BATCH, WAITING, OPERATION, GROUP, SEQUENCE = range(9)
 FINISHED, FINISHED_AT, OWN, STATE_STEP, PROCESS, PORT = range(10, 16)
 _STARTED, _GROUPS = 16, 32
 _WORDS = _STARTED + _GROUPS
+_LAYOUT = struct.Struct(f"{_WORDS}q")
 SIZE: Final = 8192
 """Bytes of the memory."""
 
@@ -94,9 +94,8 @@ class Position:
 
 def read(memory: mmap.mmap) -> Position:
     """What a rank says of itself."""
-    words = np.frombuffer(memory, np.int64, _WORDS).tolist()
-    text = bytes(memory[_WORDS * 8 : SIZE]).partition(b"\0")[0]
-    groups: list[tuple[str, list[int]]] = json.loads(text) if text else []
+    words = _LAYOUT.unpack_from(memory)
+    text = memory[_WORDS * 8 : SIZE].partition(b"\0")[0]
     return Position(
         process=words[PROCESS],
         beats=words[BEATS],
@@ -114,13 +113,20 @@ def read(memory: mmap.mmap) -> Position:
         state_step=words[STATE_STEP],
         port=words[PORT],
         started=tuple(words[_STARTED:]),
-        groups=tuple((axis, tuple(ranks)) for axis, ranks in groups),
+        groups=_groups(text),
     )
+
+
+@lru_cache(maxsize=1024)
+def _groups(text: bytes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The groups of a rank, which are read often and written once."""
+    said: list[tuple[str, list[int]]] = json.loads(text) if text else []
+    return tuple((axis, tuple(ranks)) for axis, ranks in said)
 
 
 def write_port(memory: mmap.mmap, port: int) -> None:
     """Say where the store listens."""
-    np.frombuffer(memory, np.int64, _WORDS)[PORT] = port
+    struct.pack_into("q", memory, 8 * PORT, port)
 
 
 class _Writer:
@@ -128,7 +134,7 @@ class _Writer:
 
     def __init__(self, memory: mmap.mmap, process: int) -> None:
         self.memory = memory
-        self.words: NDArray[np.int64] = np.frombuffer(memory, np.int64, _WORDS)
+        self.words = memoryview(memory).cast("q")
         self.thread = threading.get_ident()
         self.groups: dict[str, int] = {}
         self.table: list[tuple[str, tuple[int, ...]]] = []
@@ -181,16 +187,25 @@ def started(group: Any) -> int:
         return 0
     here.words[_STARTED + index] += 1
     here.beat()
-    return int(here.words[_STARTED + index])
+    return here.words[_STARTED + index]
 
 
 @contextmanager
 def waiting(group: Any, operation: str, sequence: int | None = None) -> Iterator[None]:
     """This rank waits for the others of the process group; ``sequence`` is what ``started`` gave, or it starts here."""
+    began = begin_wait(group, operation, sequence)
+    yield
+    end_wait(began)
+
+
+def begin_wait(group: Any, operation: str, sequence: int | None = None) -> int:
+    """See ``waiting``; what ``end_wait`` is to be given when the wait is over.
+
+    After an error it is not called: then the position still says what the rank waited in, for whoever asks why.
+    """
     here = _here
     if here is None or threading.get_ident() != here.thread:
-        yield
-        return
+        return 0
     words = here.words
     if sequence is None:
         sequence = started(group)
@@ -199,12 +214,16 @@ def waiting(group: Any, operation: str, sequence: int | None = None) -> Iterator
     words[SEQUENCE] = sequence
     words[WAITING] = 1
     here.beat()
-    began = time.monotonic_ns()
-    yield
-    # After an error it still says what it waited in, for whoever asks why.
-    here.waited += time.monotonic_ns() - began
-    words[WAITING] = 0
-    here.beat()
+    return time.monotonic_ns()
+
+
+def end_wait(began: int) -> None:
+    """The wait that ``begin_wait`` began is over."""
+    here = _here
+    if began and here is not None:
+        here.waited += time.monotonic_ns() - began
+        here.words[WAITING] = 0
+        here.beat()
 
 
 def in_phase(name: str) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from meshwright.comm.position import waiting
+from meshwright.comm.position import begin_wait, end_wait
 from meshwright.ledger.ledger import BucketTimes
 
 _active: Timeline | None = None
@@ -136,9 +136,10 @@ def blocked(group: dist.ProcessGroup, operation: str, sequence: int | None = Non
     absent: it starts now. Without a timeline it costs next to nothing.
     """
     timeline = _active
-    with waiting(group, operation, sequence):
-        if timeline is None:
+    began = begin_wait(group, operation, sequence)
+    if timeline is None:
+        yield
+    else:
+        with timeline.blocked(group, operation):
             yield
-        else:
-            with timeline.blocked(group, operation):
-                yield
+    end_wait(began)
