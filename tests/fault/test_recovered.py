@@ -92,6 +92,7 @@ def test_one_run_through_every_kind_of_failure_comes_to_the_same_bits(
     assert [one["source"] for one in restarts] == ["memory"] * 5 + ["disk"]
     assert [one["lost_steps"] for one in restarts][:5] == [0] * 5, "the other replica had every step"
     assert restarts[5]["step"] == 20, "the last checkpoint that was compared"
+    assert [one["lost_steps"] for one in events(out, "recovered")] == [0] * 5 + [3]
     assert "InjectedFault" in incidents[0]["sentence"]
     assert incidents[1]["waiters"] == [0] and 5.0 <= incidents[1]["detection_seconds"] < 12.0
     assert "rank 1 of 2 hangs for " in incidents[1]["sentence"] and "in step 9, backward" in incidents[1]["sentence"]

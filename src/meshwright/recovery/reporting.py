@@ -13,6 +13,7 @@ from meshwright.comm.position import Position
 from meshwright.job.recovery_section import RecoverySection
 from meshwright.recovery.alerts import Alerts
 from meshwright.recovery.budget import Budget
+from meshwright.recovery.endings import last_lines
 from meshwright.recovery.goodput import Goodput
 from meshwright.recovery.incident import Incident, where
 from meshwright.recovery.stragglers import Straggler
@@ -56,10 +57,20 @@ class Reporting:
             "restarting", step=step, source=source, lost_steps=max(0, lost_steps), restarts_without_a_step=budget.used
         )
 
-    def recovered(self, step: int, since_failure: float, since_known: float, ranks: int) -> None:
-        """The first step after a failure is done."""
-        self.event("recovered", step=step, seconds=since_failure, restart_seconds=since_known, ranks=ranks)
+    def recovered(self, step: int, since_failure: float, since_known: float, ranks: int, best: int) -> None:
+        """The first step after a failure is done; ``best`` is the furthest that was done before it."""
+        lost = {} if (start := self._resumed_step()) is None else {"lost_steps": max(0, best - start)}
+        self.event("recovered", step=step, seconds=since_failure, restart_seconds=since_known, ranks=ranks, **lost)
         self._alerts.settle_all(f"step {step} done {since_failure:.1f} s after the failure", good=True)
+
+    def _resumed_step(self) -> int | None:
+        """Where the ranks went on from, as they say themselves: they may have passed over a damaged checkpoint."""
+        for line in reversed(last_lines(self._folder / "events.jsonl", 100)):
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if said["event"] == "resumed":
+                    return int(said["step"])
+        return None
 
     def slow(self, slow: Straggler, position: Position, threshold: float) -> None:
         """A rank has become slow; the run goes on."""

@@ -224,7 +224,9 @@ class Supervisor:
 
     def _recovered(self, generation: Generation, step: int, now: float) -> None:
         if self.report is not None and self._failed_at is not None:
-            self.report.recovered(step, now - self._failed_at, now - self._known_at, generation.ranks)
+            self.report.recovered(
+                step, now - self._failed_at, now - self._known_at, generation.ranks, self._replay_until
+            )
         self._failed_at = None
         self._forget_state()
         for memory in self._memories:
