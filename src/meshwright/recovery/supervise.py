@@ -299,6 +299,7 @@ class Supervisor:
         if self._failed_at is None:
             self._failed_at = last_sign
         self._known_at = now
+        self._best = max(self._best, *(position.finished for position in positions.values()))
         self._replay_until = self._best
         self.goodput.charge(now, "useful", incident.world)
         if last_step:
