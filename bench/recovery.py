@@ -158,8 +158,8 @@ def theirs(folder: Path, name: str) -> Run:
     return Run(command, out / "steps.jsonl", lambda rank: int((out / f"rank-{rank}.pid").read_text(encoding="ascii")))
 
 
-def killed(run: Run) -> dict[str, float]:
-    """Kill a rank some steps after a checkpoint, and measure until the run is on its way again."""
+def killed(run: Run) -> dict[str, float] | None:
+    """Kill a rank some steps after a checkpoint, and measure until the run is on its way again; None: it never was."""
     try:
         run.wait(lambda: run.step() >= _KILL_AFTER)
         at = time.time()
@@ -175,6 +175,8 @@ def killed(run: Run) -> dict[str, float]:
         run.wait(lambda: run.step() > best)
         new = next(when for step, when in later() if step > best)
         return {"next_s": following[1] - at, "new_s": new - at, "lost_steps": float(best - following[0] + 1)}
+    except RuntimeError:
+        return None
     finally:
         run.close()
 
@@ -213,13 +215,17 @@ def stopped(folder: Path) -> dict[str, Any]:
         run.close()
 
 
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float] | None:
+    return {key: median([one[key] for one in rounds]) for key in rounds[0]} if rounds else None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, float]]] = {"warm": [], "cold": [], "torchrun": []}
+    found: dict[str, list[dict[str, float] | None]] = {"warm": [], "cold": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number in range(options.rounds):
@@ -228,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
             found["torchrun"].append(killed(theirs(folder, f"torchrun-{number}")))
         halt = stopped(folder)
     parameters = Workload(**_MODEL).spec.parameter_count  # type: ignore[arg-type]
-    medians = {kind: {key: median([one[key] for one in all_]) for key in all_[0]} for kind, all_ in found.items()}
+    medians = {kind: _medians([one for one in all_ if one is not None]) for kind, all_ in found.items()}
     result = {
         "ranks": _RANKS, "parameters": parameters, "rounds": options.rounds, "median": medians, "rounds_s": found,
         "stopped": halt,
@@ -241,6 +247,9 @@ def main(arguments: list[str] | None = None) -> None:
     names = {"warm": "meshwright, warm spare", "cold": "meshwright, cold", "torchrun": "torchrun --max-restarts, DCP"}
     for kind, name in names.items():
         one = medians[kind]
+        if one is None:
+            print(f"{name:42}  not one of {options.rounds} went on within {_LIMIT:g} s")
+            continue
         print(f"{name:42}{one['next_s']:10.2f} s{one['new_s']:10.2f} s{one['lost_steps']:12.0f}")
     print(f"SIGSTOP: bound {halt['bound_s']} s, named after {halt['named_s']:.2f} s, the right rank: {halt['named']}; "
           f"with SIGCONT before it left alone: {halt['continued_is_spared']}")  # fmt: skip
