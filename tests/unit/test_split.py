@@ -22,6 +22,7 @@ from meshwright.plan.predict import predict
 from meshwright.prove.ledgers import hold_together
 from meshwright.prove.pool import RankPool
 from meshwright.prove.proof_data import ProofSamples
+from meshwright.recovery.shrink import fewer_ranks
 from meshwright.sync.batch_sizing import Line, Sample, fastest_possible, fit, share_out
 from meshwright.train.resizing import Change, Sizer
 from tests.small_jobs import small_job
@@ -330,4 +331,17 @@ def test_plans_and_ledgers_of_shares_by_hand_are_refused() -> None:
         hold_together(RankPool(2), job, "", [0])
     with pytest.raises(InputError, match=r"^batch.split: 1,3 is of one layout, but layouts are planned with equal"):
         plan(job, "1x2 A100-SXM4-80GB")
+    limited = small_job("dp=2 micro_batch=2", batch={"split": "auto", "micro_batch_limits": [2, 1]})
+    with pytest.raises(InputError, match=r"^batch.micro_batch_limits: 2,1 is of one layout"):
+        plan(limited, "1x2 A100-SXM4-80GB")
     assert predict(small_job("dp=2 micro_batch=2", batch={"split": "auto"})).ranks
+
+
+def test_a_run_goes_on_with_fewer_replicas_than_it_had_shares() -> None:
+    job = small_job("dp=4 micro_batch=4", batch={"split": [1, 1, 1, 1], "micro_batch_limits": [4, 2, 4, 4]})
+    smaller = fewer_ranks(job, 3)
+    assert smaller is not None and smaller.layout.dp == 3
+    assert (smaller.batch.split, smaller.batch.micro_batch_limits, smaller.layout.micro_batch) == ("auto", None, 2)
+    assert first_split(smaller) == Split((3, 3, 2), 2)
+    plain = fewer_ranks(small_job("dp=4 micro_batch=2"), 3)
+    assert plain is not None and plain.batch.split is None

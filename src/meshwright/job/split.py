@@ -138,3 +138,16 @@ def resumed_split(job: Job, sequences: Sequence[int] | None, first: Split | None
         return first
     fits = len(sequences) == job.layout.dp and sum(sequences) == job.batch.global_size
     return split_into(job, sequences) if fits else first
+
+
+def for_other_replicas(job: Job) -> Job:
+    """The job without what names its replicas one by one, to go on with another number of them.
+
+    Shares by hand become ``auto``; every micro-batch keeps to the smallest limit there was.
+    """
+    batch, layout = job.batch, job.layout
+    if batch.micro_batch_limits is not None:
+        layout = layout.model_copy(update={"micro_batch": min(batch.micro_batch_limits)})
+    split = None if batch.split is None else "auto"
+    batch = batch.model_copy(update={"split": split, "micro_batch_limits": None})
+    return job.model_copy(update={"batch": batch, "layout": layout})

@@ -118,11 +118,13 @@ def check_plannable(job: Job) -> None:
         InputError: why.
     """
     spec = job.model_spec
-    if isinstance(job.batch.split, tuple):
-        raise InputError(
-            f"batch.split: {','.join(map(str, job.batch.split))} is of one layout, but layouts are planned with equal "
-            "batches; leave it out (--set batch.split=[]), or use auto, which starts with equal ones"
-        )
+    for name in ("split", "micro_batch_limits"):
+        values = getattr(job.batch, name)
+        if isinstance(values, tuple):
+            raise InputError(
+                f"batch.{name}: {','.join(map(str, values))} is of one layout, but layouts are planned with equal "
+                f'batches; leave it out (--set batch.{name}=[]); split = "auto" alone starts with equal ones'
+            )
     if spec.experts:
         raise InputError(f"model: experts={spec.experts} cannot be planned yet; use a dense model (experts=0)")
     if spec.positions == "learned" and job.data.sequence_length > spec.max_positions:

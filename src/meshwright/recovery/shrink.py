@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.errors import InputError
 from meshwright.job.job import Job
+from meshwright.job.split import for_other_replicas
 
 
 def fewer_ranks(job: Job, ranks: int) -> Job | None:
@@ -29,7 +30,8 @@ def fewer_ranks(job: Job, ranks: int) -> Job | None:
             changes |= {"zero": 0}
         if isinstance(layout.recompute, tuple):
             changes["recompute"] = layout.recompute[0]
-        smaller = job.with_layout(layout.model_copy(update=changes), source="fewer ranks")
+        base = job if dp == layout.dp else for_other_replicas(job)
+        smaller = base.with_layout(base.layout.model_copy(update=changes), source="fewer ranks")
         smaller = smaller.model_copy(update={"cluster": job.cluster.model_copy(update={"ranks": None})})
         try:
             return smaller.resolve(dp * tp * pp, ranks_from="the ranks left")
