@@ -15,17 +15,23 @@ settings.load_profile("meshwright")
 
 
 EVERY_NTH = {
-    "test_attention_masks.py": 3,
-    "test_data_parallel.py": 3,
+    "test_attention_masks.py": 5,
+    "test_bench_contestants.py": 2,
+    "test_compressed_ledger.py": 2,
+    "test_compressed_sums.py": 2,
+    "test_data_parallel.py": 6,
     "test_layouts.py": 2,
-    "test_pipeline.py": 3,
-    "test_predicted_activations.py": 2,
-    "test_predicted_flops.py": 2,
+    "test_pipeline.py": 4,
+    "test_predicted_activations.py": 3,
+    "test_predicted_flops.py": 3,
     "test_predicted_program.py": 2,
-    "test_recompute.py": 3,
-    "test_tensor_parallel.py": 2,
+    "test_recompute.py": 5,
+    "test_resume.py": 2,
+    "test_sync_resume.py": 2,
+    "test_tensor_parallel.py": 3,
     "test_trace.py": 2,
-    "test_transformers.py": 3,
+    "test_transformers.py": 4,
+    "test_unequal.py": 2,
 }
 """The large matrices: of each of their tests, every n-th case belongs to ``make test``; the others are ``all``."""
 

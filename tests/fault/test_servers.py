@@ -31,6 +31,8 @@ SHARED = settings(
     f"train.steps={STEPS}", "train.deterministic=true", "layout.micro_batch=1", "optimizer.clip_norm=1",
     "checkpoint.every=40",
 )  # fmt: skip
+SHORT_STEPS = 40
+SHORT = [*SHARED, *settings(f"train.steps={SHORT_STEPS}", "checkpoint.every=20")]
 SERVERS = settings(
     "sync.strategy=server", "sync.servers=2", "sync.server_replicas=2", "sync.server_timeout=20", "layout.dp=2"
 )
@@ -105,10 +107,10 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     return output + errors
 
 
-def assert_same_bits(out: Path, reference: Path) -> None:
+def assert_same_bits(out: Path, reference: Path, steps: int = STEPS) -> None:
     """Every step once, with the same loss and norm, and the last checkpoints equal to the last bit."""
     mine, other = ([r for r in lines(run / "metrics.jsonl") if "loss" in r] for run in (out, reference))
-    assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in mine] == list(range(1, steps + 1))
     keys = ("loss", "gradient_norm", "learning_rate", "valid_tokens")
     assert [[record[key] for key in keys] for record in mine] == [[record[key] for key in keys] for record in other]
     left, right = verify(latest(out / "checkpoints") or out), verify(latest(reference / "checkpoints") or out)
@@ -128,17 +130,18 @@ def nobody_left(out: Path, seconds: float = 10.0) -> bool:
 
 
 def test_a_killed_worker_and_a_killed_primary_change_no_bit(
-    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+    begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:
-    out = job.parent / "killed"
-    process = begin(job, "--out", out, *SHARED, *SERVERS)
-    wait_for_step(out, 10, process)
+    out, reference = job.parent / "killed", job.parent / "undisturbed"
+    finish(begin(job, "--out", reference, *SHORT, "--set", "layout.dp=1"))
+    process = begin(job, "--out", out, *SHORT, *SERVERS)
+    wait_for_step(out, 5, process)
     os.kill(pid_of(out, "worker-0"), signal.SIGKILL)
-    wait_for_step(out, 25, process)
+    wait_for_step(out, 15, process)
     os.kill(pid_of(out, "head-1"), signal.SIGKILL)
     finish(process)
     assert {"worker-lost", "server-lost", "new-head", "done"} <= set(kinds(out))
-    assert_same_bits(out, alone)
+    assert_same_bits(out, reference, SHORT_STEPS)
     assert nobody_left(out) and not (out / "servers.token").exists()
     summary = json.loads((out / "summary.json").read_text())
     assert summary["servers"]["ledger_differences"] == []

@@ -76,7 +76,7 @@ def test_what_is_not_there_is_refused(rank: int, element: str | None, sentence: 
 
 
 def test_codes_and_meetings_are_not_followed() -> None:
-    coded = small_job("dp=2 micro_batch=1", sync={"compression": "bf16"})
+    coded = small_job("dp=2 micro_batch=1", sync={"compression": "bf16"}, model={"hidden": 128})
     with pytest.raises(InputError, match="bf16 sends no single gradient elements; follow them with"):
         explain_sync(coded, 0, None)
 
