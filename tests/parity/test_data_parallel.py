@@ -228,6 +228,7 @@ def digest(by_rank: list[dict[str, Any]]) -> dict[str, str]:
     return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
 
 
+@pytest.mark.all  # of the parts; of the whole trainer: test_determinism.py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dp_and_zero_change_no_bit(ranks: Ranks, dtype: torch.dtype) -> None:
     batch = 8

@@ -116,7 +116,7 @@ def drawn_jobs(draw: st.DrawFn) -> Request:
     return request(job, 2, masked=draw(st.booleans()))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=drawn_jobs())
 def test_drawn_layouts_equal_one_device(prover: Prover, drawn: Request) -> None:
     result = prover.prove(drawn, str(drawn.job.layout))

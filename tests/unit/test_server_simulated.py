@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.sync.server.modes import Mode, Work
+from meshwright.sync.server.protocol import Message
 from meshwright.sync.server.rehearsal import Notes, Rehearsal
 from meshwright.sync.server.staleness import factor, stability_limit
 from tests.unit.simulated_servers import Computing, SmallStore, arrival, clocked, network, plan, replay
@@ -295,3 +296,15 @@ def test_workers_leave_and_join_while_the_run_goes_on(name: str) -> None:
     assert "worker-left" in kinds and kinds.count("worker-joined") == run.plan.workers + 1
     assert_exact(run, notes)
     assert len(set(samples_of(notes))) == len(samples_of(notes))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_server_that_comes_when_all_is_done_is_sent_home(name: str) -> None:
+    """One that was started in another's place, and took longer than the rest of the run."""
+    run = make(name, 1)
+    run.run()
+    late = Message("register", {"shard": 0, "host": "127.0.0.1", "port": 1})
+    assert run.coordinator.finished
+    assert [(to, message.kind) for to, message in run.coordinator.handle("server-0.9", late)] == [
+        ("server-0.9", "finish")
+    ]

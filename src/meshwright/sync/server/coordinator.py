@@ -177,6 +177,8 @@ class Coordinator:
         shard = int(message["shard"])
         if not 0 <= shard < self.plan.shards:
             raise ProtocolError(f"{sender}: there is no shard {shard}; this run has 0 to {self.plan.shards - 1}")
+        if self.finished:
+            return [(sender, Message("finish"))]  # started in another's place, and late
         self.addresses[sender] = (str(message["host"]), int(message["port"]))
         chain = self.chains[shard]
         chain.join(sender, equal=not self.started)
