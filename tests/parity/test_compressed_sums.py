@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.copies import Copies, Span
+from meshwright.comm.operations import Operations
 from meshwright.prove.pool import RankPool
 from meshwright.sync.codec import Codec
 from meshwright.sync.compress_adam import OneBitMomentum
@@ -27,7 +28,7 @@ from meshwright.sync.diloco import DiLoCo
 from meshwright.sync.easgd import Easgd
 from meshwright.sync.local import Level, LocalSgd
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import Operations, TwoStage
+from meshwright.sync.two_stage import TwoStage
 
 Ranks = Callable[[int], RankPool]
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import meshwright.comm.operations as operations
 import meshwright.parallel.buckets as buckets
 import meshwright.parallel.reducing as reducing
 import meshwright.parallel.shard as shard
@@ -248,7 +249,7 @@ def counted_calls() -> Iterator[list[tuple[str, int]]]:
     calls: list[tuple[str, int]] = []
     places = [
         (module, name)
-        for module in (buckets, shard, reducing)
+        for module in (buckets, shard, reducing, operations)
         for name in ("reduce_scatter", "all_gather", "all_to_all")
         if hasattr(module, name)
     ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from meshwright.comm.collectives import Handle
+from meshwright.comm.operations import Operations
 from meshwright.comm.timeline import Timeline, active_timeline
 from meshwright.ledger.ledger import BucketTimes
-from meshwright.parallel.flight import Sequence
 
 
 @dataclass
@@ -45,7 +45,7 @@ def now() -> float | None:
     return None if timeline is None else timeline.elapsed()
 
 
-def traced(name: str, nbytes: int, ready: float | None, sequence: Sequence) -> Sequence:
+def traced(name: str, nbytes: int, ready: float | None, sequence: Operations) -> Operations:
     """The same sequence; in a timed step its times are entered when it ends.
 
     Args:
@@ -58,7 +58,7 @@ def traced(name: str, nbytes: int, ready: float | None, sequence: Sequence) -> S
     return sequence if timeline is None else _traced(timeline, name, nbytes, ready, sequence)
 
 
-def _traced(timeline: Timeline, name: str, nbytes: int, ready: float | None, sequence: Sequence) -> Sequence:
+def _traced(timeline: Timeline, name: str, nbytes: int, ready: float | None, sequence: Operations) -> Operations:
     start, exposed = timeline.elapsed(), _Exposed()
     for handle in sequence:
         yield _Timed(handle, exposed, timeline)

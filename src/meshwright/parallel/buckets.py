@@ -35,9 +35,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.collectives import Handle, all_gather, all_to_all
+from meshwright.comm.collectives import all_gather, all_to_all
 from meshwright.comm.copies import Copies
-from meshwright.parallel.flight import Sequence
+from meshwright.comm.operations import Operations, started
 from meshwright.parallel.owned import Owned
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -162,7 +162,7 @@ class Bucket:
         """Deterministic mode: the next exchange is the first of its step."""
         self._accumulated = False
 
-    def exchange(self) -> Sequence:
+    def exchange(self) -> Operations:
         """Deterministic mode, after each micro-step: add my piece of every dp rank's gradients to my accumulator."""
         assert self._accumulator is not None
         outgoing = self.gradient
@@ -170,26 +170,26 @@ class Bucket:
             # Piece order is (shard, copy), dp rank order (copy, shard).
             outgoing = outgoing.view(self.copies.shards, self.copies.copies, -1).transpose(0, 1).contiguous().view(-1)
         incoming = torch.empty_like(outgoing)
-        yield pending(all_to_all(incoming, outgoing, self.copies.dp, asynchronous=True))
+        yield started(all_to_all(incoming, outgoing, self.copies.dp, asynchronous=True))
         add_chain(self._accumulator, incoming.view(self.copies.degree, -1), fresh=not self._accumulated)
         self._accumulated = True
 
-    def gather_pieces(self) -> Sequence:
+    def gather_pieces(self) -> Operations:
         """Deterministic mode, at the end of a step: the accumulated pieces become this rank's chunk."""
         assert self._accumulator is not None
         piece = self.gradient[self.piece_start : self.piece_stop]
         piece.copy_(self._accumulator)
         if self.copies.copy is not None:
             chunk = self.gradient[self.chunk_start : self.chunk_stop]
-            yield pending(all_gather(chunk, piece, self.copies.copy, asynchronous=True))
+            yield started(all_gather(chunk, piece, self.copies.copy, asynchronous=True))
 
-    def publish(self) -> Sequence:
+    def publish(self) -> Operations:
         """Masters to working parameters on every rank."""
         chunk = self.working[self.chunk_start : self.chunk_stop]
         if self.master.dtype is not chunk.dtype:
             chunk.copy_(self.master)
         if self.copies.shard is not None:
-            yield pending(all_gather(self.working, chunk, self.copies.shard, asynchronous=True))
+            yield started(all_gather(self.working, chunk, self.copies.shard, asynchronous=True))
 
     def gradient_buffers(self) -> list[Tensor]:
         """The gradient buffer and, in deterministic mode, the accumulator."""
@@ -224,9 +224,3 @@ def add_chain(accumulator: Tensor, contributions: Tensor, *, fresh: bool) -> Non
         accumulator.copy_(first)
     for contribution in rest:
         accumulator.add_(contribution)
-
-
-def pending(handle: Handle | None) -> Handle:
-    """The handle of an operation that was started asynchronously."""
-    assert handle is not None
-    return handle

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import torch
 
 from meshwright.comm.collectives import Handle
-
-Sequence = Generator[Handle, None, None]
-"""Starts an operation, yields its handle, and is resumed once the operation has ended."""
+from meshwright.comm.operations import Operations
 
 
 class Flight:
@@ -28,9 +24,9 @@ class Flight:
     def __init__(self, device: torch.device, *, own_stream: bool = True) -> None:
         self._queues = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._queues and own_stream else None  # type: ignore[no-untyped-call]
-        self._under_way: list[tuple[object, Sequence, Handle]] = []
+        self._under_way: list[tuple[object, Operations, Handle]] = []
 
-    def start(self, owner: object, sequence: Sequence) -> None:
+    def start(self, owner: object, sequence: Operations) -> None:
         """Begin a sequence; ``owner`` is what ``settle`` knows it by."""
         if not self._queues:
             older, self._under_way = self._under_way, []
@@ -45,7 +41,7 @@ class Flight:
             with torch.cuda.stream(self._stream):
                 _queue(sequence)
 
-    def start_together(self, owners_and_sequences: list[tuple[object, Sequence]]) -> None:
+    def start_together(self, owners_and_sequences: list[tuple[object, Operations]]) -> None:
         """Begin several sequences at once, without carrying any on."""
         for owner, sequence in owners_and_sequences:
             if self._queues:
@@ -68,17 +64,17 @@ class Flight:
             older, self._under_way = self._under_way, []
             self._carry_on(older)
 
-    def _begin(self, owner: object, sequence: Sequence) -> None:
+    def _begin(self, owner: object, sequence: Operations) -> None:
         handle = next(sequence, None)
         if handle is not None:
             self._under_way.append((owner, sequence, handle))
 
-    def _carry_on(self, older: list[tuple[object, Sequence, Handle]]) -> None:
+    def _carry_on(self, older: list[tuple[object, Operations, Handle]]) -> None:
         for owner, sequence, handle in older:
             handle.wait()
             self._begin(owner, sequence)
 
 
-def _queue(sequence: Sequence) -> None:
+def _queue(sequence: Operations) -> None:
     for handle in sequence:
         handle.wait()

@@ -9,25 +9,24 @@ come from ``train.synchronise``, which alone knows what the job asks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Spans
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather, reduce_scatter
+from meshwright.comm.collectives import reduce_scatter
 from meshwright.comm.copies import Copies, Span
-from meshwright.parallel.buckets import pending
-from meshwright.parallel.flight import Sequence
+from meshwright.comm.operations import Operations, shards_then_copies, started, sum_in_place
 
 
 class Reducer(Protocol):
     """Sums buffers of gradients over the dp ranks; may remember something of each from step to step.
 
-    Every method that returns a ``Sequence`` starts its operations and yields each handle that must end before it can
+    Every method that returns ``Operations`` starts its operations and yields each handle that must end before it can
     go on. All ranks call it for the same buffers in the same order. ``name`` is the buffer's, the same in every step.
     """
 
-    def prepare(self, name: str, size: int, spans: Spans[Span], copies: Copies) -> None:
+    def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
         """Hear of a buffer of ``size`` elements before its first use.
 
         Args:
@@ -37,7 +36,7 @@ class Reducer(Protocol):
             copies: how the dp ranks divide it.
         """
 
-    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Sequence:
+    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """Sum ``gradient`` in place, so that this rank's chunk of it (``copies.chunk``) is right.
 
         Args:
@@ -46,7 +45,7 @@ class Reducer(Protocol):
             copies: how the dp ranks divide it.
         """
 
-    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Sequence:
+    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """Sum ``contributions`` over the shard ranks: row ``s`` of the sum is shard ``s``'s ``output``.
 
         Args:
@@ -56,7 +55,7 @@ class Reducer(Protocol):
             copies: with shards.
         """
 
-    def across(self, name: str, chunk: Tensor, copies: Copies) -> Sequence:
+    def across(self, name: str, chunk: Tensor, copies: Copies) -> Operations:
         """Sum ``chunk`` (``[row]``, of a multiple of the copies) in place over the copies of this shard."""
 
     def state(self) -> dict[str, Tensor]:
@@ -67,35 +66,29 @@ class Reducer(Protocol):
 class WaitingReducer(Protocol):
     """A reducer that must see all of a rank's gradients before any of them is sent."""
 
-    def ready(self, gradients: Spans[Tensor]) -> None:
+    def ready(self, gradients: Sequence[Tensor]) -> None:
         """All buffers of a step are full."""
 
 
 class DirectReducer:
     """The plain sum: reduce-scatter among the shards, reduce-scatter and all-gather among the copies."""
 
-    def prepare(self, name: str, size: int, spans: Spans[Span], copies: Copies) -> None:
+    def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
         """See ``Reducer.prepare``."""
 
-    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Sequence:
+    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.reduce``."""
-        start, stop = copies.chunk(gradient.numel())
-        chunk = gradient[start:stop]
-        if copies.shard is not None:
-            yield from self.scatter(name, chunk, gradient, copies)
-        yield from self.across(name, chunk, copies)
+        return shards_then_copies(self, name, gradient, copies)
 
-    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Sequence:
+    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.scatter``."""
         assert copies.shard is not None
-        yield pending(reduce_scatter(output, contributions, copies.shard, asynchronous=True))
+        yield started(reduce_scatter(output, contributions, copies.shard, asynchronous=True))
 
-    def across(self, name: str, chunk: Tensor, copies: Copies) -> Sequence:
+    def across(self, name: str, chunk: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.across``."""
         if copies.copy is not None:
-            piece = chunk.view(copies.copies, -1)[copies.copy.rank()]
-            yield pending(reduce_scatter(piece, chunk, copies.copy, asynchronous=True))
-            yield pending(all_gather(chunk, piece, copies.copy, asynchronous=True))
+            yield from sum_in_place(chunk, copies.copy)
 
     def state(self) -> dict[str, Tensor]:
         """See ``Reducer.state``."""

@@ -51,11 +51,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from meshwright.comm.collectives import Handle, all_gather, all_to_all
 from meshwright.comm.copies import Copies, Span
+from meshwright.comm.operations import Operations, started
 from meshwright.comm.phase import phase
 from meshwright.parallel.bucket_trace import traced
-from meshwright.parallel.buckets import accumulation_dtype, add_chain, pending
+from meshwright.parallel.buckets import accumulation_dtype, add_chain
 from meshwright.parallel.flight import Flight
-from meshwright.parallel.flight import Sequence as Operations
 from meshwright.parallel.owned import BackwardPart, Owned
 from meshwright.parallel.reducing import DirectReducer, Reducer
 
@@ -166,7 +166,7 @@ class _Reduction(ReduceScatter):
             padded[:, : self._row] = contributions.view(shards, self._row)
             outgoing = padded.view(shards, copies, -1).transpose(0, 1).contiguous().view(-1)
         incoming = torch.empty_like(outgoing)
-        yield pending(all_to_all(incoming, outgoing, self.copies.dp, asynchronous=True))
+        yield started(all_to_all(incoming, outgoing, self.copies.dp, asynchronous=True))
         add_chain(accumulator, incoming.view(shards * copies, -1), fresh=fresh)
 
     @property
@@ -197,7 +197,7 @@ class _Reduction(ReduceScatter):
             return
         piece = self._whole.view(self.copies.copies, -1)[self.copies.copy.rank()]
         piece.copy_(self._piece)
-        yield pending(all_gather(self._whole, piece, self.copies.copy, asynchronous=True))
+        yield started(all_gather(self._whole, piece, self.copies.copy, asynchronous=True))
 
     def gradient_buffers(self) -> list[Tensor]:
         """The accumulator and, in deterministic mode with copies, my piece of the sum over all ranks."""

@@ -14,9 +14,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.operations import Operations
 from meshwright.errors import InputError
 from meshwright.sync.native import Backend, Direct
-from meshwright.sync.run import DEFAULT_CHUNK_BYTES, Scheduled, Steps
+from meshwright.sync.run import DEFAULT_CHUNK_BYTES, Scheduled
 from meshwright.sync.schedules import SCHEDULED, make_schedule
 
 ALGORITHMS = ("direct", "backend", *SCHEDULED)
@@ -26,10 +27,10 @@ OPERATIONS = ("sum", "min", "max", "average")
 class Algorithm(Protocol):
     """One way to keep the contract; its methods start operations and yield each that must end before going on."""
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Steps:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Operations:
         """Reduce contiguous ``tensor`` in place; ``op``: sum, min or max."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Steps:
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Operations:
         """Sum ``input`` (``[ranks * row]``, contiguous, which may be overwritten); this rank's row into ``output``.
 
         ``output`` may be this rank's row of ``input``.

@@ -24,11 +24,11 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather, reduce_scatter
 from meshwright.comm.copies import Span
+from meshwright.comm.operations import Operations, sum_in_place
 from meshwright.sync.compress_sign import Sign
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import Operations, TwoStage, handle_of
+from meshwright.sync.two_stage import TwoStage
 
 REFRESHES_BEFORE_DOUBLING = 16
 """0/1 Adam: so many full rounds, then the distance between them doubles (the paper's kappa)."""
@@ -96,9 +96,7 @@ class OneBitMomentum:
         """Replace ``values``, this rank's part of a gradient, by the gradient that leads to the new momentum."""
         memory, beta = self.memories.get(name, level, "momentum"), self.beta
         if self.full:
-            row = values.view(group.size(), -1)[group.rank()]
-            yield handle_of(reduce_scatter(row, values, group, asynchronous=True))
-            yield handle_of(all_gather(values, row, group, asynchronous=True))
+            yield from sum_in_place(values, group)
             memory.update().mul_(beta).add_(values, alpha=1.0 - beta)
             return
         values.mul_(1.0 - beta).add_(memory.now, alpha=beta / group.size())

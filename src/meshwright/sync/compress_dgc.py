@@ -26,8 +26,8 @@ from torch import Tensor
 
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.copies import Span
+from meshwright.comm.operations import Operations, started
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import Operations, handle_of
 
 WARM_UP = (0.75, 0.9375, 0.984375, 0.996)
 """Sparsity in the equal parts of the warm-up, as far as it is below the final one."""
@@ -107,7 +107,7 @@ class DeepGradientCompression:
         """Sum ``values`` (``[P * n]``, used up) over the group; this rank's row into ``output`` (``[n]``)."""
         payload = self._payload(name, level, values)
         gathered = payload.new_empty((group.size(), payload.numel()))
-        yield handle_of(all_gather(gathered, payload, group, asynchronous=True))
+        yield started(all_gather(gathered, payload, group, asynchronous=True))
         count = output.numel()
         total = output.new_zeros(count + 1)  # what is other ranks' goes behind the end
         for indices, chosen in self._elements(gathered, output.dtype):
@@ -120,7 +120,7 @@ class DeepGradientCompression:
         """Sum ``values`` over the group in place, added in rank order, the same bits on every rank."""
         payload = self._payload(name, level, values)
         gathered = payload.new_empty((group.size(), payload.numel()))
-        yield handle_of(all_gather(gathered, payload, group, asynchronous=True))
+        yield started(all_gather(gathered, payload, group, asynchronous=True))
         values.zero_()
         for indices, chosen in self._elements(gathered, values.dtype):
             values.index_add_(0, indices, chosen)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.copies import Span
+from meshwright.comm.operations import Operations, started
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import Operations, handle_of, key_of
+from meshwright.sync.two_stage import key_of
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class PowerSgd:
             [(matrix.of(values) @ base).view(-1) for matrix, base in zip(plan.matrices, bases, strict=True)]
             + [values[low:high] for low, high in plan.dense]
         )
-        yield handle_of(all_reduce(first, group, ordered=True, asynchronous=True))
+        yield started(all_reduce(first, group, ordered=True, asynchronous=True))
         sizes = [matrix.rows * matrix.rank for matrix in plan.matrices] + [high - low for low, high in plan.dense]
         parts = torch.split(first, sizes)
         # Every rank computes the bases from the same bits, so all get the same.
@@ -159,7 +160,7 @@ class PowerSgd:
             sent[low:high] = values[low:high]
         residual.difference(values, sent)
         if plan.matrices:
-            yield handle_of(all_reduce(basis, group, ordered=True, asynchronous=True))
+            yield started(all_reduce(basis, group, ordered=True, asynchronous=True))
         for matrix, base, column in zip(plan.matrices, bases, left, strict=True):
             torch.mm(column, base.t(), out=matrix.of(values))
         for (low, high), part in zip(plan.dense, parts[len(plan.matrices) :], strict=True):

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather, reduce_scatter
+from meshwright.comm.collectives import reduce_scatter
 from meshwright.comm.copies import Copies, Span
+from meshwright.comm.operations import Operations, shards_then_copies, started, sum_in_place
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import Operations, handle_of
 
 
 class GroupSum(Protocol):
@@ -59,13 +59,11 @@ class PlainSum:
 
     def scatter(self, name: str, level: str, output: Tensor, values: Tensor, group: dist.ProcessGroup) -> Operations:
         """See ``GroupSum.scatter``."""
-        yield handle_of(reduce_scatter(output, values, group, asynchronous=True))
+        yield started(reduce_scatter(output, values, group, asynchronous=True))
 
     def sum(self, name: str, level: str, values: Tensor, group: dist.ProcessGroup) -> Operations:
         """See ``GroupSum.sum``."""
-        row = values.view(group.size(), -1)[group.rank()]
-        yield handle_of(reduce_scatter(row, values, group, asynchronous=True))
-        yield handle_of(all_gather(values, row, group, asynchronous=True))
+        return sum_in_place(values, group)
 
 
 class CompressedReducer:
@@ -122,11 +120,7 @@ class CompressedReducer:
 
     def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.reduce``."""
-        start, stop = copies.chunk(gradient.numel())
-        chunk = gradient[start:stop]
-        if copies.shard is not None:
-            yield from self.scatter(name, chunk, gradient, copies)
-        yield from self.across(name, chunk, copies)
+        return shards_then_copies(self, name, gradient, copies)
 
     def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.scatter``."""

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.operations import Operations
 from meshwright.sync.meeting import Exchange, Flat, plain_sum, weight_of
-from meshwright.sync.two_stage import Operations
 
 Summing = Callable[[str, Tensor, dist.ProcessGroup], Operations]
 """Sums a buffer, known by a name, over a group in place."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce
-from meshwright.sync.two_stage import Operations, handle_of
+from meshwright.comm.operations import Operations, started
 
 
 class Flat:
@@ -60,7 +60,7 @@ class Exchange:
 
 def plain_sum(values: Tensor, group: dist.ProcessGroup) -> Operations:
     """Sum ``values`` over the group in place, in rank order."""
-    yield handle_of(all_reduce(values, group, ordered=True, asynchronous=True))
+    yield started(all_reduce(values, group, ordered=True, asynchronous=True))
 
 
 def weight_of(tokens: int, group: dist.ProcessGroup, device: torch.device) -> float:

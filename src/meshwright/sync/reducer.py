@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.copies import Copies, Span
+from meshwright.comm.operations import Operations, shards_then_copies
 from meshwright.sync.all_reduce import Algorithm
-from meshwright.sync.run import Steps
 
 
 class AlgorithmReducer:
@@ -32,20 +32,16 @@ class AlgorithmReducer:
     def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
         """See ``Reducer.prepare``."""
 
-    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Steps:
+    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.reduce``."""
-        start, stop = copies.chunk(gradient.numel())
-        chunk = gradient[start:stop]
-        if copies.shard is not None:
-            yield from self.scatter(name, chunk, gradient, copies)
-        yield from self.across(name, chunk, copies)
+        return shards_then_copies(self, name, gradient, copies)
 
-    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Steps:
+    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.scatter``."""
         assert copies.shard is not None
         yield from self._algorithm(copies.shard).reduce_scatter(output, contributions, copies.shard)
 
-    def across(self, name: str, chunk: Tensor, copies: Copies) -> Steps:
+    def across(self, name: str, chunk: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.across``."""
         if copies.copy is not None:
             yield from self._algorithm(copies.copy).all_reduce(chunk, copies.copy)

@@ -9,7 +9,7 @@ A long all-reduce is cut into chunks, each a schedule of its own. While the mess
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 from meshwright.comm.collectives import Handle
 from meshwright.comm.exchange import Combine, combine_in_rank_order, same_place
 from meshwright.comm.messages import exchange, exchange_to_read
+from meshwright.comm.operations import Operations
 from meshwright.comm.traffic import Key, nbytes, operation, resumed
 from meshwright.sync.schedule import Message, Range, Round, Schedule, cut
-
-Steps = Generator[Handle, None, None]
-"""Starts an operation, yields its handle, and is resumed once the operation has ended."""
 
 DEFAULT_CHUNK_BYTES = 4 * 2**20
 UNDER_WAY = 2
@@ -44,7 +42,7 @@ class Scheduled:
     def __init__(self, schedule: Schedule, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         self.schedule, self._chunk_bytes = schedule, chunk_bytes
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Steps:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Operations:
         """See ``all_reduce.Algorithm.all_reduce``."""
         flat, ranks = tensor.detach().view(-1), group.size()
         if ranks == 1 or not flat.numel():
@@ -64,7 +62,7 @@ class Scheduled:
         """Into how many an all-reduce of ``flat`` is cut."""
         return -(-nbytes([flat]) // self._chunk_bytes)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Steps:
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Operations:
         """See ``all_reduce.Algorithm.reduce_scatter``."""
         flat, ranks, rank, row = input.detach().view(-1), group.size(), group.rank(), output.numel()
         mine = flat[rank * row : (rank + 1) * row]
@@ -77,13 +75,13 @@ class Scheduled:
             output.view(-1).copy_(mine)
 
 
-def side_by_side(sequences: Iterable[Steps], under_way: int = UNDER_WAY) -> Steps:
+def side_by_side(sequences: Iterable[Operations], under_way: int = UNDER_WAY) -> Operations:
     """Several sequences of operations as one, ``under_way`` of them at a time, in an order that all ranks share.
 
     All must have as many operations on every rank.
     """
     waiting = iter(sequences)
-    active: deque[tuple[Steps, Handle]] = deque()
+    active: deque[tuple[Operations, Handle]] = deque()
     _begin(waiting, active, under_way)
     while active:
         steps, handle = active.popleft()
@@ -94,7 +92,7 @@ def side_by_side(sequences: Iterable[Steps], under_way: int = UNDER_WAY) -> Step
         _begin(waiting, active, under_way)
 
 
-def _begin(waiting: Iterator[Steps], active: deque[tuple[Steps, Handle]], under_way: int) -> None:
+def _begin(waiting: Iterator[Operations], active: deque[tuple[Operations, Handle]], under_way: int) -> None:
     while len(active) < under_way and (steps := next(waiting, None)) is not None:
         if (handle := next(steps, None)) is not None:
             active.append((steps, handle))
@@ -102,7 +100,7 @@ def _begin(waiting: Iterator[Steps], active: deque[tuple[Steps, Handle]], under_
 
 def _carry_out(
     rounds: Sequence[Round], flat: Tensor, group: dist.ProcessGroup, combine: Combine, name: str, key: Key | None
-) -> Steps:
+) -> Operations:
     for one in rounds:
         with resumed(key):
             handle = _start(one, flat, group, combine, name)

@@ -18,19 +18,17 @@ Adam", ICML 2021, section 4.2; Seide et al., "1-bit stochastic gradient descent"
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.collectives import Handle, all_gather, all_to_all
+from meshwright.comm.collectives import all_gather, all_to_all
 from meshwright.comm.copies import Span
+from meshwright.comm.operations import Operations, started
 from meshwright.sync.codec import Codec
 from meshwright.sync.memory import Memories
-
-Operations = Generator[Handle, None, None]
-"""Starts an operation, yields its handle, and is resumed once the operation has ended."""
 
 
 class TwoStage:
@@ -76,7 +74,7 @@ class TwoStage:
         degree = group.size()
         payload = self._encode(name, level, values, degree, group.rank())
         arrived = torch.empty_like(payload)
-        yield handle_of(all_to_all(arrived, payload, group, asynchronous=True))
+        yield started(all_to_all(arrived, payload, group, asynchronous=True))
         self._add_rows(arrived.view(degree, -1), output)
 
     def sum(self, name: str, level: str, values: Tensor, group: dist.ProcessGroup) -> Operations:
@@ -86,7 +84,7 @@ class TwoStage:
         yield from self.scatter(name, level, row, values, group)
         payload = self._encode(name, "back", row, 1, rank)
         gathered = payload.new_empty((degree, payload.numel()))
-        yield handle_of(all_gather(gathered, payload, group, asynchronous=True))
+        yield started(all_gather(gathered, payload, group, asynchronous=True))
         values.copy_(self.codec.decode(gathered, row.numel(), values.dtype).view(-1))
 
     def _encode(self, name: str, level: str, values: Tensor, rows: int, rank: int) -> Tensor:
@@ -118,9 +116,3 @@ def key_of(*parts: object) -> int:
     """A 64-bit number that depends on all of ``parts``."""
     digest = hashlib.blake2b("\0".join(str(part) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def handle_of(handle: Handle | None) -> Handle:
-    """The handle of an operation that was started asynchronously."""
-    assert handle is not None
-    return handle

@@ -8,7 +8,7 @@ samples it has the same bits, unless the fault was in the computing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Spans
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.copies import Copies, Span
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.operations import Operations
 from meshwright.comm.phase import phase
 from meshwright.job.grid import coordinates
 from meshwright.job.job import Job
-from meshwright.parallel.flight import Sequence
 from meshwright.parallel.reducing import Reducer
 from meshwright.train.corrupt import CorruptState
 
@@ -56,21 +56,21 @@ class WatchedReducer:
     def _see(self, gradient: Tensor) -> None:
         self._squares.append(float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)) ** 2)
 
-    def prepare(self, name: str, size: int, spans: Spans[Span], copies: Copies) -> None:
+    def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
         """See ``Reducer.prepare``."""
         self._inner.prepare(name, size, spans, copies)
 
-    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Sequence:
+    def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.reduce``."""
         self._see(gradient)
         yield from self._inner.reduce(name, gradient, copies)
 
-    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Sequence:
+    def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.scatter``."""
         self._see(contributions)
         yield from self._inner.scatter(name, output, contributions, copies)
 
-    def across(self, name: str, chunk: Tensor, copies: Copies) -> Sequence:
+    def across(self, name: str, chunk: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.across``."""
         yield from self._inner.across(name, chunk, copies)
 
