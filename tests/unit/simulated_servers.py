@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.sync.server.client import Gradient
-from meshwright.sync.server.coordinator import Plan
 from meshwright.sync.server.modes import Arrival, Clocked, Mode, Work
+from meshwright.sync.server.plan import Plan
 from meshwright.sync.server.rehearsal import Notes, Rehearsal
 
 SIZE = 6

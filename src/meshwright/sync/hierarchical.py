@@ -14,19 +14,11 @@ same only where neighbours in the ring share nodes, and in ``2 (P-1)`` rounds. N
 from __future__ import annotations
 
 from meshwright.sync.ring import ring_rounds
-from meshwright.sync.schedule import Range, Round, cut, members_of, messages
+from meshwright.sync.schedule import Range, Round, TwoLevels, cut, messages
 
 
-class Hierarchical:
-    """See the module.
-
-    Args:
-        nodes: the node of each rank.
-    """
-
-    def __init__(self, nodes: tuple[int, ...]) -> None:
-        self._members = members_of(nodes)
-        self._node = {rank: node for node, ranks in enumerate(self._members) for rank in ranks}
+class Hierarchical(TwoLevels):
+    """See the module."""
 
     def all_reduce(self, rank: int, ranks: int, elements: int) -> list[Round]:
         """See ``Schedule.all_reduce``."""

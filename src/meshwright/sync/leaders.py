@@ -10,19 +10,11 @@ sends all n elements of every other rank, so it is for nodes of few ranks, or ra
 from __future__ import annotations
 
 from meshwright.sync.ring import ring_rounds
-from meshwright.sync.schedule import Range, Round, cut, members_of, messages
+from meshwright.sync.schedule import Range, Round, TwoLevels, cut, messages
 
 
-class Leaders:
-    """See the module.
-
-    Args:
-        nodes: the node of each rank.
-    """
-
-    def __init__(self, nodes: tuple[int, ...]) -> None:
-        self._members = members_of(nodes)
-        self._node = {rank: node for node, ranks in enumerate(self._members) for rank in ranks}
+class Leaders(TwoLevels):
+    """See the module."""
 
     def all_reduce(self, rank: int, ranks: int, elements: int) -> list[Round]:
         """See ``Schedule.all_reduce``."""

@@ -88,9 +88,18 @@ def messages(pairs: Iterable[tuple[int, Iterable[Range]]]) -> tuple[Message, ...
     return tuple(found)
 
 
-def members_of(nodes: Iterable[int]) -> list[list[int]]:
-    """The ranks of each node, from the node of each rank; nodes in the order in which they first appear."""
-    found: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return list(found.values())
+class TwoLevels:
+    """What algorithms know that treat the ranks of one node apart from the others.
+
+    Args:
+        nodes: the node of each rank; nodes count in the order in which they first appear.
+    """
+
+    def __init__(self, nodes: tuple[int, ...]) -> None:
+        found: dict[int, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            found.setdefault(node, []).append(rank)
+        self._members = list(found.values())
+        """The ranks of each node."""
+        self._node = {rank: node for node, ranks in enumerate(self._members) for rank in ranks}
+        """The node of each rank."""

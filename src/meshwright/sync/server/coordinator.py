@@ -14,114 +14,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any, Protocol
-
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.sync.server.membership import Address, Chain, Workers
 from meshwright.sync.server.modes import Mode, Work
-from meshwright.sync.server.protocol import Message, ProtocolError
+from meshwright.sync.server.plan import Plan
+from meshwright.sync.server.protocol import Message, ProtocolError, handler_of
 from meshwright.sync.server.replica import Key, Out
-from meshwright.sync.server.staleness import Rule, factor
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the job says.
-
-    Attributes:
-        shards: how many.
-        replicas: of each shard at the start.
-        workers: how many workers a step is cut for.
-        pushes: updates that make a step: 1, or in asynchronous mode as many as workers.
-        begin, steps: steps done before, and in all.
-        rate: learning rate by step.
-        clip_norm: largest global gradient norm, or None.
-        stop_on_nonfinite: otherwise such an update is skipped.
-        staleness: rule of the rate's factor.
-        barriers: the steps after which all workers pause, in order: to validate, to save, to end.
-        evaluate_at, save_at: which of them.
-        timeout: seconds without a sign of life after which a worker or a replica is taken for dead.
-    """
-
-    shards: int
-    replicas: int
-    workers: int
-    pushes: int
-    begin: int
-    steps: int
-    rate: Callable[[int], float]
-    clip_norm: float | None = None
-    stop_on_nonfinite: bool = True
-    staleness: Rule = "none"
-    evaluate_at: frozenset[int] = frozenset()
-    save_at: frozenset[int] = frozenset()
-    timeout: float = 10.0
-
-    def barrier_after(self, step: int) -> int:
-        """The next step after which all workers pause."""
-        return min([each for each in self.evaluate_at | self.save_at if each > step] + [self.steps])
-
-
-@dataclass
-class Update:
-    """One update on its way to the shards.
-
-    Attributes:
-        number: from 1 at the run's very start.
-        entries: pushes, in the order they are added.
-        forget: pushes that come to nothing.
-        facts: what the workers said of each entry.
-    """
-
-    number: int
-    entries: list[Key]
-    works: tuple[Work, ...]
-    facts: list[dict[str, Any]]
-    forget: list[Key] = field(default_factory=list)
-    peaks: dict[int, float] = field(default_factory=dict)
-    squares: dict[int, tuple[float, float]] = field(default_factory=dict)
-    norm: float = math.nan
-    rate: float = 0.0
-    factor: float | None = None
-
-    @property
-    def valid(self) -> int:
-        """Valid tokens of all entries."""
-        return sum(int(fact["valid"]) for fact in self.facts)
-
-    @property
-    def loss(self) -> float:
-        """The sum over micro-batches, in the order of the global batch (the first of every slot, the second, ...)."""
-        columns = zip_longest(*(fact["losses"] for fact in self.facts), fillvalue=0.0)
-        return float(sum(float(loss) for column in columns for loss in column))
-
-    @property
-    def staleness(self) -> list[int]:
-        """Of each entry: updates between what its worker read and this one."""
-        return [self.number - 1 - int(fact["version"]) for fact in self.facts]
-
-
-class Sink(Protocol):
-    """Where the coordinator's results go; called with nothing else going on."""
-
-    def event(self, kind: str, **facts: Any) -> None:
-        """Something a person wants to know."""
-
-    def update(self, update: Update, loss: float) -> None:
-        """An update was decided; ``loss`` in nats per valid token."""
-
-    def evaluated(self, step: int, loss: float | None) -> None:
-        """Validation after a step."""
-
-    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, returned: list[int]) -> None:
-        """The state after a step, by shard."""
-
-    def ended(self, why: str | None) -> None:
-        """Everything is done; ``why``: or stopped early."""
+from meshwright.sync.server.staleness import factor
+from meshwright.sync.server.update import Sink, Update
 
 
 class Coordinator:
@@ -150,7 +52,6 @@ class Coordinator:
         self._validating: dict[int, str | None] | None = None
         self._validated: dict[int, tuple[float, int]] = {}
         self._states: dict[int, Message] | None = None
-        self._heard: Mapping[str, float] = {}
 
     # Messages.
 
@@ -160,9 +61,7 @@ class Coordinator:
         Raises:
             ProtocolError: the sender said what it may not.
         """
-        handler = getattr(self, f"_on_{message.kind.replace('-', '_')}", None)
-        if handler is None:
-            raise ProtocolError(f"{sender} sent {message.kind!r}, which the coordinator does not know")
+        handler = handler_of(self, "the coordinator", sender, message)
         if sender in self.workers and self.workers[sender].silent:
             self.workers[sender].silent = False
             self.sink.event("worker-returned", worker=sender)
@@ -488,11 +387,16 @@ class Coordinator:
         return self._save_or_go_on(step)
 
     def _save_or_go_on(self, step: int) -> Out:
-        last = step == self.plan.steps or self._stop is not None
-        if step > self.plan.begin and (step in self.plan.save_at or last):
+        if step > self.plan.begin and (step in self.plan.save_at or self._is_last(step)):
             self._states = {}
             return [(chain.head, self._ask_state()) for chain in self.chains]
-        return self._finish() if last else self._next_stretch()
+        return self._go_on(step)
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.plan.steps or self._stop is not None
+
+    def _go_on(self, step: int) -> Out:
+        return self._finish() if self._is_last(step) else self._next_stretch()
 
     def _ask_state(self) -> Message:
         return Message("state", {"version": self.ordered})
@@ -508,7 +412,7 @@ class Coordinator:
         self._states = None
         tensors = [states[shard].tensors for shard in range(len(self.chains))]
         self.sink.save(step, tensors, int(states[0]["updates"]), self.mode.returned)
-        return self._finish() if step == self.plan.steps or self._stop is not None else self._next_stretch()
+        return self._go_on(step)
 
     def _on_validated(self, sender: str, message: Message) -> Out:
         """A worker's part of the validation set."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from meshwright.sync.server.protocol import Message, ProtocolError, Run
@@ -157,7 +157,7 @@ class Node:
 
     def _read(self, peer: str, link: _Link) -> None:
         assert link.connection is not None
-        try:
+        with self._lost_with(peer, link):
             while True:
                 message = receive(link.connection)
                 self.heard[peer.removesuffix(BEAT)] = time.monotonic()
@@ -169,14 +169,9 @@ class Node:
                     self.messages["in", message.kind] += 1
                     self._dispatch(self.machine.handle(peer.removesuffix(BEAT), message))
                     self.busy_seconds += time.monotonic() - began
-        except ProtocolError as error:
-            self.report(f"{peer}: {error}")
-            self._lose(peer, link)
-        except (OSError, EOFError, ValueError):
-            self._lose(peer, link)
 
     def _write(self, peer: str, link: _Link) -> None:
-        try:
+        with self._lost_with(peer, link):
             if link.connection is None:
                 connection = dial(self.machine.addresses[peer], self.run, self.name)
                 self._attach(peer, link, connection)
@@ -184,6 +179,12 @@ class Node:
             assert link.connection is not None
             while (message := link.outgoing.get()) is not None:
                 send(link.connection, message)
+
+    @contextlib.contextmanager
+    def _lost_with(self, peer: str, link: _Link) -> Iterator[None]:
+        """Whatever ends the connection ends the peer, as far as this end knows."""
+        try:
+            yield
         except ProtocolError as error:
             self.report(f"{peer}: {error}")
             self._lose(peer, link)

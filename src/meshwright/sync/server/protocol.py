@@ -82,6 +82,18 @@ class Message:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
+def handler_of(machine: object, who: str, sender: str, message: Message) -> Callable[[str, Message], Any]:
+    """The method of ``machine`` for this kind of message: ``_on_new_view`` takes ``new-view``.
+
+    Raises:
+        ProtocolError: ``who`` has none.
+    """
+    handler: Callable[[str, Message], Any] | None = getattr(machine, f"_on_{message.kind.replace('-', '_')}", None)
+    if handler is None:
+        raise ProtocolError(f"{sender} sent {message.kind!r}, which {who} does not know")
+    return handler
+
+
 def encode(message: Message) -> list[memoryview]:
     """The frame of a message as buffers to send one after the other; tensors are not copied."""
     described = [[_NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]

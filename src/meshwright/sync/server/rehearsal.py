@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.sync.server.client import UNANSWERED, Compute, CoordinatorLost, Pause, Worker
-from meshwright.sync.server.coordinator import Coordinator, Plan, Update
+from meshwright.sync.server.coordinator import Coordinator
 from meshwright.sync.server.modes import Mode
+from meshwright.sync.server.plan import Plan
 from meshwright.sync.server.protocol import Message
 from meshwright.sync.server.replica import COORDINATOR, Replica
 from meshwright.sync.server.store import Store
+from meshwright.sync.server.update import Update
 
 
 class Notes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.sync.server.protocol import Message, ProtocolError
+from meshwright.sync.server.protocol import Message, ProtocolError, handler_of
 from meshwright.sync.server.store import Store
 
 COORDINATOR = "coordinator"
@@ -68,10 +68,7 @@ class Replica:
         Raises:
             ProtocolError: the sender said what it may not.
         """
-        handler = getattr(self, f"_on_{message.kind.replace('-', '_')}", None)
-        if handler is None:
-            raise ProtocolError(f"{sender} sent {message.kind!r}, which a server does not know")
-        result: Out = handler(sender, message)
+        result: Out = handler_of(self, "a server", sender, message)(sender, message)
         return result
 
     def lost(self, peer: str) -> Out:

@@ -23,7 +23,7 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
-from meshwright.sync.server.coordinator import Update
+from meshwright.sync.server.update import Update
 from meshwright.train.saving import retention
 from meshwright.train.servers.shapes import Shapes
 from meshwright.train.servers.store import owned_ranges, placed

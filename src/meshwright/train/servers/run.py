@@ -25,10 +25,11 @@ from meshwright.job.schedule_rules import micro_steps
 from meshwright.observe.progress import StepProgress
 from meshwright.recovery.launch import RanksFailed, last_lines, threads_per_rank
 from meshwright.recovery.rank import LAUNCHER_VARIABLE, RECORDS_VARIABLE, RankRecord
-from meshwright.sync.server.coordinator import Coordinator, Plan
+from meshwright.sync.server.coordinator import Coordinator
 from meshwright.sync.server.ledger import ServersLedger, differences, predict
 from meshwright.sync.server.modes import Arrival, Clocked, Mode
 from meshwright.sync.server.node import PassiveNode, watch
+from meshwright.sync.server.plan import Plan
 from meshwright.sync.server.protocol import VERSION, Run
 from meshwright.sync.server.replica import COORDINATOR
 from meshwright.sync.server.sockets import listen
