@@ -7,40 +7,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.checkpoint.folder import steps
-from tests.command_line import settings, start, write_job
+from tests.command_line import settings, start
 from tests.fault.test_train import assert_same_bits, course, records
 
 DEADLINE = 100.0
 RUN = settings("train.steps=40", "checkpoint.every=10", "optimizer.schedule=cosine", "optimizer.clip_norm=1")
 
 Begin = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def begin() -> Iterator[Begin]:
-    running: list[subprocess.Popen[str]] = []
-
-    def run(*words: object, **options: Any) -> subprocess.Popen[str]:
-        running.append(start(*words, **options))
-        return running[-1]
-
-    yield run
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="module")

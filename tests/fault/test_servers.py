@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from meshwright.checkpoint.folder import latest
 from meshwright.checkpoint.load import read_tensor
 from meshwright.checkpoint.verify import verify
-from tests.command_line import settings, start, write_job
+from tests.command_line import settings, start
 
 STEPS = 120
 DEADLINE = 120.0
@@ -36,27 +36,6 @@ SHORT = [*SHARED, *settings(f"train.steps={SHORT_STEPS}", "checkpoint.every=20")
 SERVERS = settings(
     "sync.strategy=server", "sync.servers=2", "sync.server_replicas=2", "sync.server_timeout=20", "layout.dp=2"
 )
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``meshwright train`` in a process of its own; ended after the test if it still runs."""
-    running: list[subprocess.Popen[str]] = []
-
-    def run(*words: object) -> subprocess.Popen[str]:
-        running.append(start("train", *words))
-        return running[-1]
-
-    yield run
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +112,8 @@ def test_a_killed_worker_and_a_killed_primary_change_no_bit(
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:
     out, reference = job.parent / "killed", job.parent / "undisturbed"
-    finish(begin(job, "--out", reference, *SHORT, "--set", "layout.dp=1"))
-    process = begin(job, "--out", out, *SHORT, *SERVERS)
+    finish(begin("train", job, "--out", reference, *SHORT, "--set", "layout.dp=1"))
+    process = begin("train", job, "--out", out, *SHORT, *SERVERS)
     wait_for_step(out, 5, process)
     os.kill(pid_of(out, "worker-0"), signal.SIGKILL)
     wait_for_step(out, 15, process)
@@ -152,16 +131,16 @@ def test_a_stopped_run_goes_on_without_servers_and_a_stopped_run_with_them(
     begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
 ) -> None:
     out = job.parent / "stopped"
-    process = begin(job, "--out", out, *SHARED, "--set", "layout.dp=1")
+    process = begin("train", job, "--out", out, *SHARED, "--set", "layout.dp=1")
     wait_for_step(out, 15, process)
     process.send_signal(signal.SIGTERM)
     finish(process, 1)
-    process = begin(job, "--out", out, "--resume", *SHARED, *SERVERS, *settings("sync.server_replicas=1"))
+    process = begin("train", job, "--out", out, "--resume", *SHARED, *SERVERS, *settings("sync.server_replicas=1"))
     wait_for_step(out, 60, process)
     process.send_signal(signal.SIGTERM)
     assert "stopped by a signal after step" in finish(process, 1)
     assert nobody_left(out)
-    finish(begin(job, "--out", out, "--resume", *SHARED, "--set", "layout.dp=1"))
+    finish(begin("train", job, "--out", out, "--resume", *SHARED, "--set", "layout.dp=1"))
     assert_same_bits(out, alone)
 
 
@@ -170,12 +149,12 @@ def test_the_launcher_s_death_is_everybody_s_and_the_run_resumes(
     begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
 ) -> None:
     out = job.parent / "launcher"
-    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    process = begin("train", job, "--out", out, *SHARED, *SERVERS)
     wait_for_step(out, 50, process)
     process.kill()
     process.wait()
     assert nobody_left(out)
-    finish(begin(job, "--out", out, "--resume", *SHARED, *SERVERS))
+    finish(begin("train", job, "--out", out, "--resume", *SHARED, *SERVERS))
     assert_same_bits(out, alone)
 
 
@@ -185,7 +164,7 @@ def test_one_that_is_stopped_for_ten_seconds_holds_nobody_for_longer_than_the_ti
     begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path, role: str
 ) -> None:
     out = job.parent / f"stopped-{role}"
-    process = begin(job, "--out", out, *SHARED, *SERVERS, *settings("sync.server_timeout=3"))
+    process = begin("train", job, "--out", out, *SHARED, *SERVERS, *settings("sync.server_timeout=3"))
     wait_for_step(out, 10, process)
     pid = pid_of(out, role)
     os.kill(pid, signal.SIGSTOP)
@@ -213,7 +192,7 @@ def test_every_mode_goes_on_after_a_kill(
 ) -> None:
     out = job.parent / f"{mode[0].replace('.', '-')}-{role}"
     pairs = settings(f"train.steps={STEPS}", "layout.micro_batch=1", *mode)
-    process = begin(job, "--out", out, *SERVERS, *pairs)
+    process = begin("train", job, "--out", out, *SERVERS, *pairs)
     wait_for_step(out, 20, process)
     os.kill(pid_of(out, role), signal.SIGKILL)
     finish(process)
@@ -233,7 +212,7 @@ def test_a_stranger_worker_is_refused_and_the_run_is_as_if_it_had_not_come(
     from meshwright.sync.server.sockets import dial
 
     out = job.parent / "stranger"
-    process = begin(job, "--out", out, *SHARED, *SERVERS)
+    process = begin("train", job, "--out", out, *SHARED, *SERVERS)
     wait_for_step(out, 5, process)
     facts = json.loads((out / "servers.json").read_text())
     assert oct((out / "servers.token").stat().st_mode & 0o777) == "0o600"
@@ -253,7 +232,7 @@ def test_a_worker_joins_by_the_run_s_directory_and_leaves(
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:
     out = job.parent / "joined"
-    process = begin(job, "--out", out, *SERVERS, "--set", "train.steps=20000")
+    process = begin("train", job, "--out", out, *SERVERS, "--set", "train.steps=20000")
     wait_for_step(out, 2, process)
     module = ("-m", "meshwright.train.servers.process")
     guest = start(out, "--worker", 2, "--name", "guest", prefix=module)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +18,11 @@ import pytest
 from meshwright.checkpoint.folder import latest, steps
 from meshwright.checkpoint.load import read_tensor
 from meshwright.checkpoint.verify import verify
-from tests.command_line import settings, start, write_job
+from tests.command_line import settings, start
 
 LONG = 150
 """Steps of a run that is to be stopped: more than it takes to reach it, few enough to finish."""
 DEADLINE = 100.0
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``meshwright`` in a process of its own; ended after the test if it still runs."""
-    running: list[subprocess.Popen[str]] = []
-
-    def run(*words: object, **options: Any) -> subprocess.Popen[str]:
-        running.append(start(*words, **options))
-        return running[-1]
-
-    yield run
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="module")
