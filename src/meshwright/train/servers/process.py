@@ -147,7 +147,8 @@ def _leave(name: str, facts: dict[str, object]) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{sentence}\n")  # at once: the processes share the pipe, and print() may write twice
+    sys.stderr.flush()
 
 
 def main(arguments: list[str] | None = None) -> None:
