@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,10 @@ one_device_steps = 0
 class Run:
     """A training run in its own processes, and what it says of its steps."""
 
-    def __init__(self, command: list[str], steps: Path, pid_of: Callable[[int], int]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(
+        self, command: list[str], steps: Path, pid_of: Callable[[int], int], more: Mapping[str, str] | None = None
+    ) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
         )
@@ -155,7 +157,11 @@ def theirs(folder: Path, name: str) -> Run:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS),
         "--max-restarts", "3", "-m", *program,
     ]  # fmt: skip
-    return Run(command, out / "steps.jsonl", lambda rank: int((out / f"rank-{rank}.pid").read_text(encoding="ascii")))
+    return Run(
+        command, out / "steps.jsonl", lambda rank: int((out / f"rank-{rank}.pid").read_text(encoding="ascii")),
+        # Without it ranks of the next attempt meet addresses of dead ones in the agent's store (pytorch issue 135712).
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
 
 
 def killed(run: Run) -> dict[str, float] | None:
