@@ -157,7 +157,7 @@ def test_ranks_never_get_faster_beside_others() -> None:
     ("out", "ranks", "effort", "words"),
     [
         ("cluster.toml", None, 1.0, "must end in .json"),
-        ("missing/cluster.json", None, 1.0, "is not there; make it first"),
+        ("missing/cluster.json", None, 1.0, "does not exist; make it first"),
         ("cluster.json", 0, 1.0, "--ranks: 0 cannot be measured"),
         ("cluster.json", 99, 1.0, "use 1 to 16"),
         ("cluster.json", None, 0.0, "--effort: 0 is no scale"),

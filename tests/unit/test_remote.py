@@ -116,7 +116,7 @@ def test_what_came_damaged_does_not_count(tmp_path: Path, url: str) -> None:
     with pytest.raises(CheckpointError, match="rank-00001"):
         Store(url).fetch(tmp_path / "other")
     assert steps(tmp_path / "other/checkpoints") == []
-    with pytest.raises(CheckpointError, match="has step 3, not step 4"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; use one of 3"):
         Store(url).fetch(tmp_path / "other", 4)
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         Store(url + "/nothing").fetch(tmp_path / "other")

@@ -126,7 +126,10 @@ class DcpFolder:
                 "save did not finish; a Hugging Face folder needs no import, give it as model.init_from"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"import: {self.path} cannot be read ({error.strerror})") from None
+            raise CheckpointError(
+                f"import: {self.path} cannot be read ({error.strerror}); give the folder of a checkpoint of "
+                "torch.distributed.checkpoint"
+            ) from None
         try:
             return _IndexUnpickler(io.BytesIO(data)).load()
         except pickle.UnpicklingError as error:

@@ -23,6 +23,7 @@ from meshwright.checkpoint.save import SaveError
 from meshwright.checkpoint.verify import verify
 from meshwright.checkpoint.world import World
 from meshwright.errors import CheckpointError, InputError
+from meshwright.files import folder_problem
 
 JOB = "job.toml"
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -44,9 +45,10 @@ class Store:
         scheme = url.partition("://")[0]
         try:
             self._files, root = url_to_fs(url)
-        except ImportError:
-            need = _PACKAGES.get(scheme, f"fsspec's package for {scheme}")
-            raise InputError(f"{url} needs the package {need}; pip install {need}") from None
+        except ImportError as error:
+            need = _PACKAGES.get(scheme)
+            how = f"the package {need}; pip install {need}" if need else f"a package ({error}); use s3://, gs:// or az://"
+            raise InputError(f"{url} needs {how}") from None
         except ValueError as error:
             raise InputError(f"{url} is no URL of a store ({error}); give one such as s3://bucket/run") from None
         self.url, self._root = url.rstrip("/"), str(root).rstrip("/")
@@ -94,17 +96,29 @@ class Store:
             self._files.rm(self._at(f"step-{step}"), recursive=True)
         return old
 
+    def _step(self, step: int | None) -> int:
+        """The step to fetch: ``step``, or the last that the store has."""
+        complete = self.steps()
+        if not complete:
+            raise CheckpointError(
+                f"fetch: {self.url} has no checkpoint (no step-N/{MANIFEST}); give a run's checkpoint.copy_to"
+            )
+        if step not in (None, *complete):
+            raise CheckpointError(
+                f"fetch: {self.url} has no checkpoint of step {step}; use one of {', '.join(map(str, complete))}"
+            )
+        return complete[-1] if step is None else step
+
     def fetch(self, run: Path, step: int | None = None) -> Path:
         """Bring a checkpoint (the last) into a run's directory, verified; its folder there.
 
         Raises:
+            InputError: ``run`` cannot be written, or has this checkpoint already.
             CheckpointError: the store has none, or what came is damaged; then it does not count in the run.
         """
-        complete = self.steps()
-        if not complete or step not in (None, *complete):
-            has = f"has step {', '.join(map(str, complete))}" if complete else "has no checkpoint"
-            raise CheckpointError(f"fetch: {self.url} {has}, not step {step}" if step else f"fetch: {self.url} {has}")
-        step = complete[-1] if step is None else step
+        step = self._step(step)
+        if problem := folder_problem(run / "checkpoints"):
+            raise InputError(f"--out: {run} cannot be written ({problem}); give the directory of a run, or a new one")
         target = step_folder(run / "checkpoints", step)
         if is_complete(target):
             raise InputError(f"fetch: {target} is there already; give another --out, or remove it")

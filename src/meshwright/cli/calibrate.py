@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
+from meshwright.cli.outputs import check_out
 from meshwright.errors import InputError
 from meshwright.files import replace_text
-from meshwright.job.cluster import ClusterSpec
+from meshwright.job.cluster import ClusterSpec, load_cluster
 from meshwright.prove.calibrate import calibrate as measure
 from meshwright.prove.calibrate import calibrate_as_rank
 from meshwright.recovery.environment import RankPlace, detect_environment
@@ -102,10 +103,7 @@ def default_ranks() -> int:
 
 def _check(out: Path, ranks: int | None, effort: float, devices: int = 0) -> None:
     """Refuse what cannot be; ``devices``: CUDA devices of this machine, where nobody has started ranks for them."""
-    if out.suffix != ".json":
-        raise InputError(f"--out: {out} must end in .json; a cluster file is written as JSON")
-    if not out.parent.is_dir():
-        raise InputError(f"--out: the directory {out.parent} is not there; make it first")
+    check_out(out, ".json", "a cluster file", _is_cluster_file)
     if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
         raise InputError(f"--ranks: {ranks} cannot be measured on one machine; use 1 to {_MOST_RANKS}")
     if devices > 1:
@@ -117,6 +115,14 @@ def _check(out: Path, ranks: int | None, effort: float, devices: int = 0) -> Non
         raise InputError(f"--ranks: {ranks} do not share this machine's one CUDA device; leave it out")
     if not 0 < effort <= 10:
         raise InputError(f"--effort: {effort:g} is no scale; use a number above 0, at most 10")
+
+
+def _is_cluster_file(path: Path) -> bool:
+    try:
+        load_cluster(str(path))
+    except InputError:
+        return False
+    return True
 
 
 def summary(cluster: ClusterSpec) -> list[str]:

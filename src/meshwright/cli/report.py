@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.outputs import check_out
 from meshwright.errors import InputError
 from meshwright.files import replace_text
 from meshwright.observe.report import Records, read_records
@@ -47,11 +48,7 @@ def report(
 def _target(records: Records, out: Path | None) -> Path:
     """Where the report goes; refused before anything is computed when that cannot be."""
     if out is None:
-        return records.source / "report.html" if records.is_run else records.source.with_suffix(".html")
-    if out.is_dir():
-        raise InputError(f"--out: {out} is a directory; give a file, for example {out / 'report.html'}")
-    if not out.parent.is_dir():
-        raise InputError(f"--out: the directory {out.parent} does not exist; make it first or give another file")
+        out = records.source / "report.html" if records.is_run else records.source.with_suffix(".html")
     if out.resolve() == records.source.resolve():
-        raise InputError(f"--out: {out} is the plan itself; give another file, for example {out.with_suffix('.html')}")
-    return out
+        raise InputError(f"--out: {out} is the plan itself; give another file, for example {out.stem}-report.html")
+    return check_out(out, ".html", "a report")

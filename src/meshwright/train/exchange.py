@@ -10,6 +10,7 @@ from meshwright.checkpoint.load import read_tensor
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.placed import DTYPES
 from meshwright.errors import InputError
+from meshwright.files import folder_problem
 from meshwright.job.model_spec import ModelSpec
 from meshwright.model.hugging_face import save
 
@@ -32,7 +33,7 @@ def export_hugging_face(checkpoint: Path, out: Path) -> list[Path]:
 
 
 def require_empty(out: Path) -> None:
-    """Refuse a folder for new files that is there and not empty.
+    """Refuse a folder for new files that is there and not empty, or cannot be written.
 
     Raises:
         InputError: it is.
@@ -41,3 +42,5 @@ def require_empty(out: Path) -> None:
         raise InputError(f"--out: {out} is a file; give a new folder")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"--out: {out} is not empty; give a new folder")
+    if problem := folder_problem(out):
+        raise InputError(f"--out: {out} cannot be written ({problem}); give a folder you may write")
