@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy
@@ -129,23 +130,25 @@ class Campaign:
         self.folder, self.job = folder, folder / "job.toml"
         self._pool = pool
         self._references: dict[str, Path] = {}
+        self._making = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "corpus.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
         self.job.write_text(JOB)
 
     def reference(self, layout: str) -> Path:
         """The checkpoints of the undisturbed run under a layout, one of every step."""
-        if layout not in self._references:
-            out = self.folder / f"reference-{len(self._references)}"
-            ranks = load_job(self.job, layout=layout).layout.ranks
-            pool = RankPool(ranks) if self._pool is None else self._pool(ranks)
-            try:
-                pool.run(undisturbed, str(self.job), layout, str(out), timeout=300)
-            finally:
-                if self._pool is None:
-                    pool.close()  # sleeping ranks cost turns
-            self._references[layout] = out / "checkpoints"
-        return self._references[layout]
+        with self._making:
+            if layout not in self._references:
+                out = self.folder / f"reference-{len(self._references)}"
+                ranks = load_job(self.job, layout=layout).layout.ranks
+                pool = RankPool(ranks) if self._pool is None else self._pool(ranks)
+                try:
+                    pool.run(undisturbed, str(self.job), layout, str(out), timeout=300)
+                finally:
+                    if self._pool is None:
+                        pool.close()  # sleeping ranks cost turns
+                self._references[layout] = out / "checkpoints"
+            return self._references[layout]
 
     def run(self, group: Group) -> list[Verdict]:
         """Do one run: start it, resume it by command as often as it ends, judge what became of each fault."""

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,23 @@ def campaign(
     layouts: Sequence[str] = LAYOUTS,
     kinds: Sequence[str] = (),
     together: int = TOGETHER,
+    at_once: int = 1,
     tell: Callable[[Verdict], None] = lambda _: None,
 ) -> list[Verdict]:
-    """Inject ``runs`` faults of the seed, up to ``together`` in one training; ``kinds``: only of these."""
+    """Inject ``runs`` faults of the seed, up to ``together`` in one training, ``at_once`` of which run side by side.
+
+    ``kinds``: only of these. ``tell`` gets each verdict when it falls; what comes back is in the order of the draw.
+    """
     sorts = [sort for sort in SORTS if not kinds or sort.kind in kinds]
     work = Campaign(folder)
     verdicts = []
-    for group in draw(runs, seed, layouts, sorts, together):
-        for verdict in work.run(group):
-            verdicts.append(verdict)
-            tell(verdict)
-    return verdicts
+    groups = draw(runs, seed, layouts, sorts, together)
+    with ThreadPoolExecutor(at_once) as crew:  # of threads that wait for processes
+        for done in as_completed([crew.submit(work.run, group) for group in groups]):
+            for verdict in done.result():
+                verdicts.append(verdict)
+                tell(verdict)
+    return sorted(verdicts, key=lambda verdict: verdict.number)
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -88,6 +95,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
     parser.add_argument("--together", type=int, default=TOGETHER, choices=range(1, TOGETHER + 1), help="in one run")
+    parser.add_argument("--at-once", type=int, default=1, choices=range(1, 9), help="trainings side by side")
     parser.add_argument("--layouts", default="", help="only these, separated by commas")
     parser.add_argument("--out", type=Path, help="keep the runs that went wrong, and all verdicts, in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON object, verdicts on standard error")
@@ -106,7 +114,8 @@ def main() -> None:
             campaign(
                 options.runs, options.seed, folder,
                 layouts=options.layouts.split(",") if options.layouts else LAYOUTS,
-                kinds=options.kinds.split(",") if options.kinds else (), together=options.together, tell=tell,
+                kinds=options.kinds.split(",") if options.kinds else (), together=options.together,
+                at_once=options.at_once, tell=tell,
             )
         )  # fmt: skip
     finally:
