@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import InputError
 from meshwright.files import replace_text
-from meshwright.job.job import Job, load_job
+from meshwright.job.job import Job, load_job, run_job
 
 if TYPE_CHECKING:
     from meshwright.job.cluster import ClusterSpec
@@ -170,7 +170,7 @@ def with_planned_layout(
     if not job.auto:
         return Planned(job)
     if run is not None and (run / "job.toml").exists():
-        return Planned(job.with_layout(load_job(run / "job.toml").layout, source=f"{run.name}/job.toml"))
+        return Planned(job.with_layout(run_job(run).layout, source=f"{run.name}/job.toml"))
     measured = None
     if cluster is None and job.cluster.machines is None and launched_by is None:
         cluster = measured = _measured_machine(job, say)

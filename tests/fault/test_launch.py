@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.recovery.launch import Launch, RanksFailed, last_lines, threads_per_rank
+from meshwright.recovery.launch import Launch, RanksFailed, last_lines
+from meshwright.recovery.threads import threads_per_rank
 
 FAKE = "tests.fault.launched_rank"
 ROOT = Path(__file__).parents[2]

@@ -333,7 +333,7 @@ def _files(folder: Path) -> dict[str, Path]:
         ("half.json", "model: Field required"),
         ("binary.json", "is no UTF-8 text"),
         ("bad-ledger", "expected a ledger"),
-        ("bad-metrics", "has a line that is no JSON"),
+        ("bad-metrics", "metrics.jsonl line 1 is no JSON ("),
         ("bad-events", "no JSON object"),
         ("bad-job", "did you mean"),
     ],

@@ -33,6 +33,18 @@ def steps(folder: str | Path) -> list[int]:
     return sorted(found)
 
 
+def not_counted(folder: str | Path) -> dict[int, CheckpointError]:
+    """By step, why a ``step-N`` folder is not among ``steps``: damaged, or not for this program to read."""
+    found = {}
+    for path in Path(folder).glob("step-*"):
+        if _NAME.fullmatch(path.name):
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                found[step_of(path)] = error
+    return found
+
+
 def is_complete(path: str | Path) -> bool:
     """Whether ``path`` is a checkpoint with a valid manifest and all its files in full size."""
     try:

@@ -122,11 +122,11 @@ def _retention(run: Path, keep: int | None) -> Any:
     from dataclasses import replace
 
     from meshwright.checkpoint.retention import Retention
-    from meshwright.job.job import load_job
+    from meshwright.job.job import run_job
     from meshwright.train.saving import retention
 
     if (run / "job.toml").is_file():
-        own = retention(load_job(run / "job.toml"))
+        own = retention(run_job(run))
         return own if keep is None else replace(own, keep=keep)
     if keep is None:
         raise InputError(f"prune: {run} has no job.toml that says how many stay; give --keep N")

@@ -11,7 +11,7 @@ import typer
 
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job.fault_section import KINDS, SAVE_PHASES, STEP_PHASES, Fault, fault_problem, parse_fault
-from meshwright.job.job import load_job
+from meshwright.job.job import run_job
 from meshwright.observe.records import read_json_lines
 from meshwright.train.faults.fired import Fired, named
 
@@ -54,7 +54,7 @@ def fault(
 
 def _ask(run: Path, texts: list[str]) -> list[str]:
     """Check all faults against the run, then leave them for it; their names."""
-    job = load_job(run / "job.toml")
+    job = run_job(run)
     if not job.fault.listen:
         raise InputError(f"fault: {run} does not listen; start or resume it with --set fault.listen=true")
     reached = max((int(record.get("step", 0)) for record in read_json_lines(run / "metrics.jsonl")), default=0)
@@ -86,7 +86,7 @@ def _wait(run: Path, names: list[str], seconds: float) -> list[str]:
 def _show(run: Path, as_json: bool) -> None:
     fired = Fired(run)
     records = fired.records()
-    waiting = [*named(load_job(run / "job.toml").fault.faults), *fired.asked()]
+    waiting = [*named(run_job(run).fault.faults), *fired.asked()]
     pending = [str(one) for name, one in waiting if not fired.has(name)]
     lines = [f"happened  {record['fault']}  (process {record['pid']})" for record in records]
     lines += [f"waits     {text}" for text in pending]

@@ -17,6 +17,7 @@ from meshwright.job.job import Job, load_job
 from meshwright.recovery.environment import RankPlace, detect_environment, restarted
 from meshwright.recovery.launch import check_port, launch
 from meshwright.recovery.lock import RunLock
+from meshwright.recovery.threads import threads
 from meshwright.train.prepare import prepare_run
 from meshwright.verbs import for_fewer_ranks
 
@@ -43,6 +44,7 @@ def train(
     job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
     job = settled_sync(job, as_json or (place is not None and place.rank != 0))
     check_port(port)  # before anything is written
+    threads()
     if job.sync.strategy == "server":
         _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)
         return

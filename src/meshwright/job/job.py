@@ -123,6 +123,10 @@ class Job(BaseModel):
             changed._sources |= {f"layout.{key}": source for key in layout.model_fields_set}
         return changed
 
+    def with_fresh_weights(self) -> Job:
+        """The same job, not begun from the weights that ``model.init_from`` names."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"init_from": None})})
+
     def resolve(self, ranks: int | None = None, *, ranks_from: str = "the launcher", purpose: str = "train") -> Job:
         """Fill what was left open (ranks, dp, micro-batch, model sizes) and check that all fits together.
 
@@ -185,6 +189,20 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), layout: str | None
     job = job_from_values(values)
     job._sources.update(sources)
     return job
+
+
+def run_job(run: Path) -> Job:
+    """The job in the directory of a run.
+
+    Raises:
+        InputError: as ``load_job``; each sentence names the file, which nobody gave.
+    """
+    path = run / "job.toml"
+    try:
+        return load_job(path)
+    except InputError as error:
+        lines = str(error).split("\n")
+        raise InputError("\n".join(line if str(path) in line else f"{path}: {line}" for line in lines)) from None
 
 
 def job_from_values(values: dict[str, Any]) -> Job:

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.errors import InputError
-from meshwright.job.job import Job, load_job
+from meshwright.job.job import Job, run_job
 from meshwright.ledger.ledger import Ledger
-from meshwright.observe.records import read_json_lines
 from meshwright.plan.answer import Plan
 from meshwright.schedule.simulate import Simulation
 
@@ -111,7 +110,7 @@ def _read_run(path: Path) -> Records:
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         return reader(path / name) if name in found else default
 
-    job = read("job.toml", load_job, None)
+    job = read("job.toml", lambda file: run_job(file.parent), None)
     ledgers = [read(name, _ledger, None) for name in ("ledger.json", "traced.json")]
     machines = job.cluster.machines if job is not None else None
     return Records(
@@ -162,14 +161,17 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    _text(path)
-    try:
-        lines = read_json_lines(path)
-    except ValueError as error:
-        raise InputError(f"report: {path} has a line that is no JSON: {error}; drop that line") from None
-    if any(not isinstance(line, dict) for line in lines):
-        raise InputError(f"report: {path} has a line that is no JSON object; drop that line")
-    return lines
+    """Whole lines; a last one that was cut short is none."""
+    found = []
+    for number, line in enumerate(_text(path).split("\n")[:-1], 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"report: {path} line {number} is no JSON ({error}); drop that line") from None
+        if not isinstance(value, dict):
+            raise InputError(f"report: {path} line {number} is no JSON object; drop that line")
+        found.append(value)
+    return found
 
 
 def _text(path: Path) -> str:

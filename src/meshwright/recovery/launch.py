@@ -14,8 +14,9 @@ from meshwright.job.recovery_section import RecoverySection
 from meshwright.recovery.endings import last_lines
 from meshwright.recovery.generation import Plan, Replan
 from meshwright.recovery.supervise import RanksFailed, Supervisor
+from meshwright.recovery.threads import threads_per_rank
 
-__all__ = ["Launch", "RanksFailed", "check_port", "last_lines", "launch", "threads_per_rank"]
+__all__ = ["Launch", "RanksFailed", "check_port", "last_lines", "launch"]
 
 WORKER = "meshwright.train.worker"
 LOOPBACK = "127.0.0.1"
@@ -99,11 +100,6 @@ def launch(
     Launch(
         run_directory=run_directory, ranks=job.layout.ranks, arguments=arguments, port=port, job=job, replan=replan
     ).run()
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Computing threads for each of ``ranks`` processes: the cores we may use, shared out, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def free_port() -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.load import misfits, read_box
-from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.errors import CheckpointError
-from meshwright.model.hugging_face import load_into
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from meshwright.errors import CheckpointError, InputError
+from meshwright.job.model_spec import ModelSpec
+from meshwright.model.hugging_face import HuggingFaceFolder, load_into
 from meshwright.model.transformer import StageModel
 
 
@@ -23,16 +24,10 @@ def load_weights(module: StageModel, folder: Path) -> None:
         CheckpointError: the checkpoint is damaged, or has missing, extra or other-shaped parameters; all are named.
         InputError: so is, or has, the Hugging Face folder.
     """
-    if not (folder / MANIFEST).exists():
+    if not _is_checkpoint(folder):
         load_into(module, folder)
         return
-    manifest = read_manifest(folder)
-    held = {key: entry.dtype for key, entry in manifest.tensors.items()}
-    wanted = [(f"parameter/{name}", shape) for name, shape in module.spec.parameters()]
-    # A type that is not there is that of a tensor that is not there, which is said anyway.
-    problem = misfits(manifest, [(key, held.get(key), shape) for key, shape in wanted], ("parameter",))
-    if problem:
-        raise CheckpointError(problem)
+    manifest = _fitting_manifest(module.spec, folder)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for fqn, segments in module.segments.items():
@@ -42,3 +37,35 @@ def load_weights(module: StageModel, folder: Path) -> None:
             for segment in segments:
                 box = read_box(manifest, segment.name, segment.offsets, segment.sizes)
                 segment.box(physical).copy_(box)
+
+
+def check_weights(spec: ModelSpec, folder: Path) -> None:
+    """Refuse a folder whose weights are not those of the model; only names and shapes are read.
+
+    Raises:
+        CheckpointError, InputError: as ``load_weights``, except for damage among the values themselves.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"model.init_from: {folder} is not a folder; give a Hugging Face folder, or a step-N folder of a run"
+        )
+    if _is_checkpoint(folder):
+        _fitting_manifest(spec, folder)
+    else:
+        HuggingFaceFolder(folder, spec)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint of ours is or was to be here, though it may lack its manifest."""
+    return (folder / MANIFEST).exists() or any(folder.glob("rank-*.safetensors"))
+
+
+def _fitting_manifest(spec: ModelSpec, folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    held = {key: entry.dtype for key, entry in manifest.tensors.items()}
+    wanted = [(f"parameter/{name}", shape) for name, shape in spec.parameters()]
+    # A type that is not there is that of a tensor that is not there, which is said anyway.
+    problem = misfits(manifest, [(key, held.get(key), shape) for key, shape in wanted], ("parameter",))
+    if problem:
+        raise CheckpointError(problem)
+    return manifest

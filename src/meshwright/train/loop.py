@@ -59,7 +59,8 @@ class TrainingLoop:
         self.first = mesh.coordinate("world") == 0
         self._shown = self.first and not quiet
         self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
-        self.trainer = Trainer(job, mesh, device)
+        # Where the state comes from is the run itself: what it began with need not be there any more.
+        self.trainer = Trainer(job.with_fresh_weights() if resume or state is not None else job, mesh, device)
         self.saver = Saver(self.trainer, self.loader, run_dir)
         require_shared(run_dir, self.saver.world)
         if state is not None:

@@ -10,17 +10,18 @@ from pathlib import Path
 import psutil
 import torch
 
-from meshwright.checkpoint.folder import step_folder, steps, supersede_later
-from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.folder import steps, supersede_later
 from meshwright.checkpoint.remote import Store
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import InputError
 from meshwright.files import replace_text
 from meshwright.job.fault_section import check_faults
-from meshwright.job.job import Job, load_job
+from meshwright.job.job import Job
 from meshwright.job.memory import check_memory
 from meshwright.recovery.lock import LOCK, RunLock
+from meshwright.train.initial_weights import check_weights
+from meshwright.train.resumable import check_resumable, check_run, check_samples
 from meshwright.train.saving import FOLDER
 
 
@@ -40,7 +41,7 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
     if from_step is not None and not resume:
         raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
     if resume:
-        _check_run(run_dir)
+        check_run(run_dir)
     else:
         check_faults(job)
         _check_fresh(run_dir)
@@ -54,8 +55,9 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
 
 
 def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> None:
-    if resume:
-        _check_resumable(job, run_dir, from_step)
+    manifest = check_resumable(job, run_dir, from_step) if resume else None
+    if manifest is None and job.model.init_from is not None:
+        check_weights(job.model_spec, Path(job.model.init_from))
     if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
         _check_devices(job)
     else:
@@ -64,7 +66,9 @@ def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> No
     if job.checkpoint.copy_to is not None:
         Store(job.checkpoint.copy_to)
     with terminal_progress("tokenising", sys.stderr) as progress:
-        open_corpora(job.data, job.model.vocabulary, progress)
+        corpora = open_corpora(job.data, job.model.vocabulary, progress)
+    if manifest is not None:
+        check_samples(manifest.state, job.train.seed, len(corpora.training))
     if from_step is not None:
         supersede_later(run_dir / FOLDER, from_step)
     replace_text(run_dir / "job.toml", job.to_toml())
@@ -120,49 +124,4 @@ def _check_space(job: Job, run_dir: Path) -> None:
         raise InputError(
             f"--out: {run_dir} has {free:,} bytes free but {more} checkpoints of {each:,} bytes need {more * each:,}; "
             "free space there, give another --out, or lower checkpoint.keep"
-        )
-
-
-def _check_run(run_dir: Path) -> None:
-    if not (run_dir / "job.toml").is_file():
-        raise InputError(f"--resume: {run_dir} holds no run (no job.toml); leave --resume out to start one")
-
-
-def _check_resumable(job: Job, run_dir: Path, from_step: int | None) -> None:
-    before = load_job(run_dir / "job.toml").model_spec
-    now = job.model_spec
-    for field in type(now).model_fields:
-        if field != "name" and getattr(before, field) != getattr(now, field):
-            raise InputError(
-                f"--resume: model.{field} is {getattr(now, field)} in this job but "
-                f"{getattr(before, field)} in {run_dir}; "
-                "resume with the model the run began with, or start a new run"
-            )
-    _check_last_checkpoint(job, run_dir, from_step)
-
-
-def _check_last_checkpoint(job: Job, run_dir: Path, from_step: int | None) -> None:
-    """Refuse what would fail after ``job.toml`` is replaced: no checkpoint, another update rule, no step left."""
-    found = steps(run_dir / FOLDER)
-    if not found:
-        raise CheckpointError(
-            f"--resume: {run_dir / FOLDER} has no complete checkpoint; start again, without --resume and in a new --out"
-        )
-    if from_step is not None and from_step not in found:
-        raise InputError(
-            f"--from-step: {run_dir / FOLDER} has no complete checkpoint of step {from_step}; "
-            f"use one of {', '.join(map(str, found))}"
-        )
-    path = step_folder(run_dir / FOLDER, found[-1] if from_step is None else from_step)
-    manifest = read_manifest(path)
-    name = manifest.optimizer.get("name")
-    if name != job.optimizer.name:
-        raise InputError(
-            f"--resume: optimizer.name is {job.optimizer.name} in this job but {name} in {path}; "
-            "resume with the optimizer the run began with, or start a new run"
-        )
-    if manifest.step >= job.train.steps:
-        raise InputError(
-            f"--resume: {manifest.step} steps of {run_dir} are done and train.steps={job.train.steps} asks for no "
-            f"more; use train.steps of at least {manifest.step + 1}"
         )

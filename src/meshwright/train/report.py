@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.ledger.ledger import Ledger
 from meshwright.ledger.render import ledger_tables
-from meshwright.recovery.launch import threads_per_rank
+from meshwright.recovery.threads import threads, threads_per_rank
 from meshwright.train.one_device import one_device_tokens_per_second
 from meshwright.train.sampling import continue_prompt
 from meshwright.train.saving import latest_checkpoint, load_whole_model
@@ -27,10 +26,9 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     """
     console = Console(quiet=quiet)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    threads = int(os.environ.get("OMP_NUM_THREADS", threads_per_rank(job.layout.ranks)))
     if job.observe.one_device_steps:
         console.print(f"measuring {job.observe.one_device_steps + 1} steps on one device alone ...")
-    alone = one_device_tokens_per_second(job, threads=threads)
+    alone = one_device_tokens_per_second(job, threads=threads(threads_per_rank(job.layout.ranks)))
     rate = summary["tokens_per_second"]
     summary["one_device_tokens_per_second"] = alone
     summary["useful_speedup"] = rate / alone if alone and rate else None

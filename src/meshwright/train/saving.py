@@ -29,6 +29,7 @@ from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.recovery.handover import State
 from meshwright.train.placement import placements, segments_of
+from meshwright.train.resumable import check_samples
 from meshwright.train.sync_state import SyncState
 from meshwright.train.trainer import StepReport, Trainer
 
@@ -153,7 +154,7 @@ class Saver:
         trainer = self.trainer
         manifest = load(path, self.tensors(range(len(trainer.owned))), world=self.world)
         state = manifest.state
-        self._check_order(state)
+        check_samples(state, trainer.job.train.seed, self.scalars()["samples"])
         trainer.step_number = manifest.step
         trainer.optimizer.steps = int(state["optimizer_steps"])
         trainer.loss_scale.value = float(state["loss_scale"]) if trainer.loss_scale.enabled else 1.0
@@ -165,16 +166,6 @@ class Saver:
         trainer.data_parallel.publish()
         self.saved_step = manifest.step
         return manifest
-
-    def _check_order(self, state: Mapping[str, Any]) -> None:
-        """The cursor means the same samples only under the same seed and over as many samples."""
-        now = self.scalars()
-        for key, name in (("seed", "train.seed"), ("samples", "the number of training samples")):
-            if None not in (now[key], state.get(key)) and now[key] != state[key]:
-                raise CheckpointError(
-                    f"--resume: {name} is {now[key]} in this job but {state[key]} in the checkpoint, so samples would "
-                    "be skipped or repeated; resume with the seed, data and sequence_length the run began with"
-                )
 
     def scalars(self) -> dict[str, Any]:
         """What comes back besides tensors."""

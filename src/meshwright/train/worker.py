@@ -20,6 +20,7 @@ from meshwright.recovery.causes import lost_a_peer
 from meshwright.recovery.handover import Here, await_the_launcher
 from meshwright.recovery.rank import RECORDS_VARIABLE, run_as_rank
 from meshwright.recovery.shared import Member
+from meshwright.recovery.threads import threads
 from meshwright.train.loop import TrainingLoop
 
 
@@ -69,7 +70,7 @@ def train_rank(
     """
     here = _here()
     job = job or load_job(run_dir / "job.toml")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(threads())
     prepare_determinism(job)
     device = choose_device(job)
     _join("nccl" if device.type == "cuda" else "gloo", here, timedelta(seconds=job.recovery.collective_after))

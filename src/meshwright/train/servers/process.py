@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.files import replace_text
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.rank import RECORDS_VARIABLE, run_as_rank
+from meshwright.recovery.threads import threads
 from meshwright.sync.server.client import Worker
 from meshwright.sync.server.node import Node, beat
 from meshwright.sync.server.protocol import Message, ProtocolError, Run
@@ -160,14 +161,18 @@ def main(arguments: list[str] | None = None) -> None:
     role.add_argument("--worker", type=int, metavar="INDEX", help="compute gradients; its home among the workers")
     parser.add_argument("--name", help="unique in the run; absent: made up")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     warnings.simplefilter("ignore")
     unique = secrets.token_hex(3)
     if options.server is not None:
         name = options.name or f"server-{options.server}.{unique}"
-        run_as_rank(lambda: serve(options.run_dir, options.server, name))
+        run_as_rank(lambda: _with_threads(serve, options.run_dir, options.server, name))
     name = options.name or f"worker-{options.worker}.{unique}"
-    run_as_rank(lambda: work(options.run_dir, options.worker, name))
+    run_as_rank(lambda: _with_threads(work, options.run_dir, options.worker, name))
+
+
+def _with_threads(role: Callable[[Path, int, str], None], run_dir: Path, index: int, name: str) -> None:
+    torch.set_num_threads(threads())
+    role(run_dir, index, name)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.folder import CHECKPOINTS, step_folder, steps, supersede_later
-from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.verify import verify
-from meshwright.data.corpora import Corpora, open_corpora
+from meshwright.data.corpora import open_corpora
 from meshwright.errors import CheckpointError, DamagedCheckpoint, InputError, TrainingStopped
 from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.job.schedule_rules import micro_steps
 from meshwright.observe.progress import StepProgress
-from meshwright.recovery.launch import RanksFailed, last_lines, threads_per_rank
+from meshwright.recovery.launch import RanksFailed, last_lines
 from meshwright.recovery.rank import LAUNCHER_VARIABLE, RECORDS_VARIABLE, RankRecord
+from meshwright.recovery.threads import threads_per_rank
 from meshwright.sync.server.coordinator import Coordinator
 from meshwright.sync.server.ledger import ServersLedger, differences, predict
 from meshwright.sync.server.modes import Arrival, Clocked, Mode
@@ -34,6 +34,7 @@ from meshwright.sync.server.protocol import VERSION, Run
 from meshwright.sync.server.replica import COORDINATOR
 from meshwright.sync.server.sockets import listen
 from meshwright.train.learning_rate import learning_rate
+from meshwright.train.resumable import check_samples
 from meshwright.train.servers.process import FACTS, TOKEN, write_token
 from meshwright.train.servers.records import RunRecords
 from meshwright.train.servers.shapes import Shapes, fingerprint
@@ -136,7 +137,7 @@ def train_with_servers(job: Job, run_dir: Path, *, resume: bool, quiet: bool) ->
     begin = _resume_point(job, run_dir) if resume else Begin()
     corpora = open_corpora(job.data, job.model.vocabulary)
     if begin.checkpoint is not None:
-        _check_samples(job, corpora, verify(begin.checkpoint))
+        check_samples(verify(begin.checkpoint).state, job.train.seed, len(corpora.training))
     with StepProgress(job.train.steps, begin.step, shown=not quiet) as progress:
         records = RunRecords(
             job, run_dir, corpora, begin=begin.step, cursor=begin.cursor, progress=progress, resumed=resume
@@ -161,16 +162,6 @@ def _resume_point(job: Job, run_dir: Path) -> Begin:
         supersede_later(folder, step)
         return Begin(step, int(manifest.state["cursor"]), path, manifest.state.get("returned", ()))
     raise CheckpointError(f"--resume: {folder} has no complete checkpoint that is not damaged; start again")
-
-
-def _check_samples(job: Job, corpora: Corpora, manifest: Manifest) -> None:
-    for name, now in (("seed", job.train.seed), ("samples", len(corpora.training))):
-        then = manifest.state.get(name)
-        if then is not None and then != now:
-            raise CheckpointError(
-                f"--resume: {name} is {now} in this job but {then} in the checkpoint, so samples would be skipped or "
-                "repeated; resume with the seed, data and sequence_length the run began with"
-            )
 
 
 @dataclass
