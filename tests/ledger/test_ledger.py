@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.errors import InputError
-from meshwright.ledger.compare import Tolerances, compare
+from meshwright.ledger.compare import Difference, Tolerances, compare
 from meshwright.ledger.ledger import Computes, Ledger, RankLedger, Send, Spends, Stores
 from meshwright.ledger.render import comparison_table, ledger_tables, with_unit
 
@@ -103,11 +103,28 @@ def test_ranks_of_one_ledger_only_are_not_compared():
     assert {one.rank for one in compare([ledger("traced", entry(1)), ledger("measured")])} == {1}
 
 
-def text_of(*tables: object) -> str:
+def text_of(*tables: object, width: int = 200) -> str:
     output = io.StringIO()
     for table in tables:
-        Console(file=output, width=200).print(table)
+        Console(file=output, width=width).print(table)
     return output.getvalue()
+
+
+def test_nothing_is_cut_in_80_columns():
+    sends = (Send(axis="dp", operation="reduce_scatter", phase="backward", messages=2, payload=10**9, wire=10**10),)
+    busy = ledger("measured", *(entry(rank, sends=sends) for rank in range(16)))
+    text = text_of(*ledger_tables(busy), width=80)
+    assert "…" not in text
+    for words in ("parameters", "activations", "reduce_scatter", *(f"rank {rank}" for rank in range(16))):
+        assert words in text
+    high = 987_654_321
+    differing = [
+        Difference(0, f"sends: dp reduce_scatter backward: {name}", {"traced": high, "measured": high + 1}, 0.0)
+        for name in ("payload", "wire")
+    ]
+    text = text_of(comparison_table(differing), width=80)
+    assert "…" not in text and f"{high:,}" in text and f"{high + 1:,}" in text, "every byte of it"
+    assert text.count("reduce_scatter") == 1 and "  wire" in text
 
 
 def test_tables():
@@ -115,7 +132,7 @@ def test_tables():
     for part in ("Stores", "Computes", "Sends", "Spends", "communication: tp", "all_gather"):
         assert part in text
     stores = text.split("Computes")[0]
-    assert stores.index("│ 1 ") < stores.index("│ 0 "), "the fullest rank first"
+    assert stores.index("\n1 ") < stores.index("\n0 "), "the fullest rank first"
     assert "1,000.0" in text, "sum and wall in milliseconds"
     empty = ledger("traced", RankLedger(rank=0))
     assert "Spends" not in text_of(*ledger_tables(empty)) and "none" in text_of(*ledger_tables(empty))

@@ -11,13 +11,11 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import load_job
-from meshwright.ledger.ledger import Spends
-from meshwright.ledger.render import comparison_table
+from meshwright.ledger.render import comparison_table, spends_table, titled
 from meshwright.prove.ledgers import NO_CLUSTER, Agreement, check_ledgers, hold_together
 from meshwright.prove.pool import RankPool
 
@@ -111,21 +109,8 @@ def _show_tables(console: Console, result: Agreement) -> None:
     slowest = result.slowest
     if slowest is None or slowest.spends is None:
         return
-    console.print(_spends_table(result.predicted_spends, slowest.spends, slowest.rank))
+    measured = {"measured": slowest.spends}
+    columns = measured if result.predicted_spends is None else {"predicted": result.predicted_spends, **measured}
+    console.print(titled(f"Spends, milliseconds of a step (rank {slowest.rank})", spends_table(columns)))
     if result.predicted_spends is None:
         console.print(f"times are not predicted: {NO_CLUSTER}", highlight=False)
-
-
-def _spends_table(predicted: Spends | None, measured: Spends, rank: int) -> Table:
-    table = Table(title=f"Spends, milliseconds of a step (rank {rank})", title_justify="left")
-    table.add_column("")
-    columns = [("measured", measured)] if predicted is None else [("predicted", predicted), ("measured", measured)]
-    for name, _ in columns:
-        table.add_column(name, justify="right")
-    parts = [dict(spends.parts()) for _, spends in columns]
-    for name in dict.fromkeys(name for part in parts for name in part):
-        table.add_row(name, *(f"{part.get(name, 0.0) * 1000:,.1f}" for part in parts))
-    table.add_section()
-    table.add_row("sum", *(f"{spends.sum * 1000:,.1f}" for _, spends in columns))
-    table.add_row("wall", *(f"{spends.wall * 1000:,.1f}" for _, spends in columns))
-    return table
