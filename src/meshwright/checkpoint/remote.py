@@ -56,6 +56,23 @@ class Store:
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
 
+    def check(self) -> None:
+        """Refuse a store that nothing can be written to: an empty file goes there, and goes again.
+
+        Raises:
+            InputError: it cannot; says what the store said.
+        """
+        probe = self._at(".meshwright")
+        try:
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(probe, b"")
+            self._files.rm_file(probe)
+        except Exception as error:  # stores raise all kinds
+            raise InputError(
+                f"checkpoint.copy_to: {self.url} cannot be written ({type(error).__name__}: {error}); give a place "
+                "that you may write"
+            ) from None
+
     def steps(self) -> list[int]:
         """The steps that have a manifest, by number."""
         self._files.invalidate_cache()

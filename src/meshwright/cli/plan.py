@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshwright.plan.search import Progress as Report
 
 _DTYPE = "bfloat16"
+_TOP = 10
 
 
 def plan(
@@ -35,7 +36,7 @@ def plan(
         str | None, typer.Option(help='"512x8 A100-SXM4-80GB" (nodes x devices, name), or a cluster file.')
     ] = None,
     layout: Annotated[str | None, typer.Option(help='This layout alone: "dp=2 tp=2 zero=1"; auto: search.')] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = _TOP,
     explain: Annotated[
         bool, typer.Option("--explain", help="The ledger of the layout, with the formula beside each number.")
     ] = False,
@@ -84,6 +85,15 @@ def plan(
         detection=detection, restart=restart, repair=repair, restart_delay=restart_delay, confidence=confidence,
         spares=spares, elastic=elastic, price=price,
     )  # fmt: skip
+    _refuse_unused(
+        "--explain-sync" if explain_sync else "--compare" if compared else None,
+        {
+            "--compare": explain_sync and bool(compared), "--explain": explain, "--top": top != _TOP,
+            "--layout": layout is not None and not explain_sync, **dict.fromkeys(days.given(), True),
+        },
+        rank if not (explain or explain_sync) else None,
+    )  # fmt: skip
+    days.question(1)  # what is no quantity is refused before the search
     console = Console(quiet=as_json)
     if explain_sync:
         _explain_sync(job, cluster, rank or 0, element, console, as_json)
@@ -115,6 +125,21 @@ def plan(
         if not as_json:
             console.print(f"nothing fits; {nothing_fits(found)}", style="bold red", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _refuse_unused(alone: str | None, given: Mapping[str, bool], rank: int | None) -> None:
+    """Refuse options that the answer asked for has no use for.
+
+    Args:
+        alone: the option whose answer stands alone, if one was given.
+        given: which of the others were.
+        rank: of an explanation that nobody asked for.
+    """
+    unused = next((name for name, on in given.items() if on), None)
+    if alone is not None and unused is not None:
+        raise InputError(f"{unused}: not used by {alone}; give one of them")
+    if rank is not None:
+        raise InputError(f"--rank: {rank} is of --explain or --explain-sync; give one of them, or leave --rank out")
 
 
 def _sort_words(words: list[str], compare: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -10,7 +10,7 @@ How the verb uses it::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -79,13 +79,21 @@ class DaysOptions:
             price=None if self.price is None else parse_price(self.price),
         )
 
+    def given(self) -> list[str]:
+        """The options that were given, as they are typed."""
+        changed = (one.name for one in fields(self) if getattr(self, one.name) != one.default)
+        return ["--" + name.replace("_", "-") for name in changed]
+
     def _reliability(self, devices: int) -> Reliability | None:
         if self.mtbf is None:
-            for name in ("checkpoint_cost", "checkpoint_write", "detection", "restart", "repair", "spares"):
-                if getattr(self, name) is not None:
-                    option = "--" + name.replace("_", "-")
+            for option in self.given():
+                if option not in ("--tokens", "--price"):
                     raise InputError(f"{option}: without --mtbf nothing fails; give --mtbf, as 3.1h or 50700h/device")
             return None
+        if self.repair is None:
+            for option in self.given():
+                if option in ("--restart-delay", "--confidence", "--spares"):
+                    raise InputError(f"{option}: without --repair nothing comes back; give --repair, as 24h")
         if self.checkpoint_cost is None:
             raise InputError("--mtbf: what a failure costs depends on checkpoints; give --checkpoint-cost, as 30s")
         return Reliability(

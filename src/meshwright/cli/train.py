@@ -46,6 +46,11 @@ def train(
     check_port(port)  # before anything is written
     threads()
     if job.sync.strategy == "server":
+        if port is not None:
+            raise InputError(
+                f"--port: {port} is where ranks meet, which sync.strategy=server has not; leave it out, or use "
+                f"--set sync.server_port={port}"
+            )
         _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)
         return
     held = []  # the lock of the directory, until this process ends

@@ -51,6 +51,7 @@ def open_corpora(data: DataSection, vocabulary: int, progress: Progress | None =
         InputError: The section contradicts itself, the files or the model.
     """
     files = expand(data.train)
+    _refuse_unread_prompts(files, data)
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
     store = _open(files, data, tokenizer, vocabulary, progress)
     seconds = store.seconds
@@ -88,6 +89,15 @@ def _open(
             check_vocabulary(tokenizer.size, vocabulary, f"data.tokenizer='{data.tokenizer}'")
             stores.append(tokenise(list(run), tokenizer, Path(data.cache), options, data.format, progress))
     return join(stores)
+
+
+def _refuse_unread_prompts(files: Sequence[Path], data: DataSection) -> None:
+    """Prompts would be looked for in no file."""
+    if data.prompt_field is not None and all(format_of(path, data.format) != "jsonl" for path in files):
+        raise InputError(
+            f"data.prompt_field={data.prompt_field!r} is a field of JSONL, but '{files[0]}' is none; leave it out, or "
+            "give JSONL files"
+        )
 
 
 def _refuse_shared(training: Sequence[Path], validation: Sequence[Path]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, field_validator
 
 from meshwright.errors import InputError
+from meshwright.job.schedule_rules import micro_steps
 from meshwright.job.sections import Section
 
 if TYPE_CHECKING:
@@ -229,4 +230,15 @@ def fault_problem(fault: Fault, job: Job) -> str | None:
     if fault.phase in SAVE_PHASES and not (regular or fault.step == steps or section.interval is not None):
         every = f"a multiple of checkpoint.every={section.every}, or " if section.every else ""
         return f"no checkpoint is written after step {fault.step}; use {every}the last step, {steps}"
+    return _pass_problem(fault, job)
+
+
+def _pass_problem(fault: Fault, job: Job) -> str | None:
+    """Why a fault in a forward or backward of a micro-batch can never happen: a rank has not so many."""
+    if job.layout.micro_batch is None or job.batch.split is not None or job.sync.strategy == "server":
+        return None  # not known before it runs
+    passes = micro_steps(job.batch.global_size, job.layout.micro_batch, job.layout.dp)
+    if fault.micro_batch > passes:
+        legal = "leave micro_batch= out" if passes == 1 else f"use micro_batch=1 to {passes}"
+        return f"micro-batches of a rank and step: {passes}; {legal}"
     return None

@@ -263,6 +263,8 @@ def _replace_layout(values: dict[str, Any], text: str, sources: dict[str, str]) 
     if is_auto(text):
         values["layout"] = text
         return
+    if not text.strip():
+        raise InputError('--layout: "" says nothing; give degrees such as "dp=2 tp=2", "dp=1" for one rank, or auto')
     replaced = parse_layout_values(text)
     before = values.get("layout")
     kept = {key: before[key] for key in ("micro_batch",) if isinstance(before, dict) and key in before}

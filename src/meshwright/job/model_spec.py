@@ -111,6 +111,13 @@ class ModelSpec(BaseModel):
         for field in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
+        if self.rope_scaling is not None:
+            _, low, high, _ = self.rope_scaling
+            if not all(0 < number < math.inf for number in self.rope_scaling) or low >= high:
+                raise ValueError(
+                    f"rope_scaling={list(self.rope_scaling)} must be four finite numbers above 0, the second "
+                    "(low_freq_factor) below the third (high_freq_factor), such as [8.0, 1.0, 4.0, 8192.0]"
+                )
         return self
 
     def embedding_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:

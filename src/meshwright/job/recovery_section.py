@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from meshwright.job.sections import Positive, Section
 
@@ -54,6 +55,17 @@ class RecoverySection(Section):
     """URL to which each alert is posted as JSON."""
     alert_timeout: Positive = 10.0
     """Seconds that a command or a webhook may take."""
+
+    @field_validator("alert_command", "alert_webhook")
+    @classmethod
+    def _says_something(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if info.field_name == "alert_webhook" and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+            raise ValueError(f'"{value}" is no URL to post to; give one such as http://127.0.0.1:9000/alerts')
+        if not value.strip():
+            raise ValueError(f'"{value}" is no command; give one, or leave it out')
+        return value
 
     @model_validator(mode="after")
     def _replay_needs_a_suspect(self) -> RecoverySection:

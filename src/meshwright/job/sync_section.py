@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from meshwright.job.server_keys import ServerKeys
 from meshwright.job.sync_keys import CompressionKeys, LessOftenKeys
@@ -29,6 +29,6 @@ class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
     bucket_bytes: PositiveInt | Literal["auto"] | None = None
     """Gradients are summed in buckets of this size, in bytes, while backward runs; ``auto``: by the links of
     ``cluster.machines``; absent: ``memory.bucket_bytes``."""
-    chunk_bytes: PositiveInt = 4 * 2**20
+    chunk_bytes: Annotated[int, Field(ge=256)] = 4 * 2**20
     """Longer all-reduces go in chunks of so many bytes, whose messages and additions overlap; ``auto``, ``direct`` and
     ``backend`` see to that themselves."""

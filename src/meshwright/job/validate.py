@@ -16,6 +16,7 @@ from meshwright.job.split import first_split
 from meshwright.job.validate_less_often import apart
 from meshwright.job.validate_split import split_problems
 from meshwright.job.validate_sync import sync_problems
+from meshwright.job.validate_unused import unused_problems
 
 _FULL_BACKWARD = "gpipe, 1f1b, interleaved or looped-bfs"
 
@@ -217,5 +218,4 @@ def _training_problems(job: Job) -> Iterator[str]:
             f"train.eval_every: {job.train.eval_every} needs a validation set, but data.validation is missing; "
             "give a fraction such as 0.1, or files"
         )
-    if job.optimizer.name == "adamw" and job.optimizer.momentum > 0:
-        yield f"optimizer.momentum: {job.optimizer.momentum} is not used by adamw; use betas, or name=sgd"
+    yield from unused_problems(job)

@@ -53,7 +53,7 @@ class StepProgress:
         elif step % self._every == 0 or step == self._total or step == self._start + 1:
             elapsed = time.monotonic() - self._began
             remaining = elapsed / max(1, step - self._start) * (self._total - step)
-            print(f"step {step}/{self._total}  {text}  {remaining:.0f} s left", flush=True)
+            print(f"step {step}/{self._total}  {text}  {_time(remaining)} left", flush=True)
 
     def say(self, text: str) -> None:
         """A line beside the bar, from the first rank only."""
@@ -63,3 +63,14 @@ class StepProgress:
             self._bar.console.print(text, highlight=False)
         else:
             print(text, flush=True)
+
+
+def _time(seconds: float) -> str:
+    """Seconds, or of longer times the two largest units: ``90 s``, ``12 min``, ``3 h 20 min``, ``2 d 5 h``."""
+    minutes = round(seconds / 60)
+    if minutes < 10:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"

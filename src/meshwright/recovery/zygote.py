@@ -116,8 +116,11 @@ def _start(
 
 
 def say(orders: socket.socket, message: dict[str, Any]) -> None:
-    """One line of JSON."""
-    orders.sendall(json.dumps(message).encode() + b"\n")
+    """One line of JSON; without a launcher to read it there is nothing left to do."""
+    try:
+        orders.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> No
         _check_machine(job)
     _check_space(job, run_dir)
     if job.checkpoint.copy_to is not None:
-        Store(job.checkpoint.copy_to)
+        Store(job.checkpoint.copy_to).check()
     with terminal_progress("tokenising", sys.stderr) as progress:
         corpora = open_corpora(job.data, job.model.vocabulary, progress)
     if manifest is not None:

@@ -26,8 +26,13 @@ def listen(host: str, port: int | None, key: str = "sync.server_port") -> socket
         listener.listen(128)
     except OSError as error:
         listener.close()
+        if port is None:
+            raise InputError(
+                f"sync.server_host: {host} cannot be listened on ({error.strerror}); give an address of this machine, "
+                "or leave it out for 127.0.0.1"
+            ) from None
         raise InputError(
-            f"{key}: port {port or 0} on {host} cannot be used ({error.strerror}); "
+            f"{key}: port {port} on {host} cannot be used ({error.strerror}); "
             "give another port, or none for a free one"
         ) from None
     return listener
