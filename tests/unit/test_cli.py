@@ -16,6 +16,7 @@ import meshwright.cli.check as check_verb
 import meshwright.cli.train as train_verb
 import meshwright.train.prepare as prepare
 from meshwright.cli.main import main
+from meshwright.verbs import Planned
 from tests.command_line import settings, write_job
 
 Refuse = Callable[..., list[str]]
@@ -152,6 +153,39 @@ def test_layout_text_has_a_caret_under_what_is_wrong(
     said, shown, mark = refuse("train", job, "--out", out, *layout(text))
     assert said.startswith(sentence)
     assert (shown, mark) == (f"  {text}", "  " + " " * caret + "^")
+
+
+def test_a_step_to_go_on_from_without_going_on(job: Path, out: Path, refuse: Refuse) -> None:
+    assert refuse("train", job, "--out", out, "--from-step", "2") == [
+        "--from-step: 2 is of a run that goes on; give --resume too"
+    ]
+    assert not out.exists()
+
+
+def test_ranks_that_torchrun_starts_again_do_not_go_back_twice(
+    job: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out.mkdir()
+    (out / "job.toml").touch()
+    asked: list[object] = []
+    monkeypatch.setattr(train_verb, "steps", lambda folder: [2, 4])
+    monkeypatch.setattr(train_verb, "settled_layout", lambda job, *_: Planned(job))
+    monkeypatch.setattr(train_verb, "prepare_run", lambda *_, from_step, **__: asked.append(from_step))
+    monkeypatch.setattr(train_verb, "_be_a_rank", lambda *words: words[5]())
+    main_ended(["train", str(job), "--out", str(out), "--resume", "--from-step", "2"])
+    assert asked == [None]
+
+
+def main_ended(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
 
 
 def test_ranks_that_torchrun_started(
@@ -325,6 +359,15 @@ def test_job_files(tmp_path: Path, out: Path, refuse: Refuse, content: bytes | N
         (["--layout", "dp=2", "--dtype", "bfloat16"],
          "--dtype: 'bfloat16' has no bound to hold; use float64 or float32"),
         (["--layout", "tp=4"], "layout: tp=4 does not divide 2 key/value heads; use 1 or 2"),
+        (["--layout", "dp=2", "--matrix", "layouts"],
+         "check: --layout and --matrix are proofs of their own; give one of them"),
+        (["--matrix", "reshard", "--self-test"],
+         "check: --matrix and --self-test are proofs of their own; give one of them"),
+        (["--self-test", "--max-ranks", "1"], "--max-ranks: 1 leaves no layout to check; use at least 2"),
+        (["--layout", "dp=4 micro_batch=1", "--dtype", "float64", "--max-ranks", "2"],
+         "--layout: dp=4 micro_batch=1 takes 4 ranks, all on this machine; use at most 2, or give --max-ranks 4"),
+        (["--layout", "dp=4 micro_batch=1", "--ledger", "--max-ranks", "2"],
+         "--layout: dp=4 micro_batch=1 takes 4 ranks, all on this machine; use at most 2, or give --max-ranks 4"),
         (["--matrix", "layouts", "--max-ranks", "0"],
          "Invalid value for '--max-ranks': Input should be greater than or equal to 1; see meshwright check --help"),
     ],

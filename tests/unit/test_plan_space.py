@@ -92,9 +92,26 @@ def test_the_masks_say_what_resolve_says(train: dict[str, bool]) -> None:
     assert min(seen.values()) > 80
 
 
+@pytest.mark.parametrize(
+    "sync", [{"strategy": "server"}, {"strategy": "local"}, {"compression": "bf16"}], ids=str
+)
+def test_what_is_searched_goes_with_how_ranks_agree(sync: dict[str, str]) -> None:
+    wide = {"model": {**MODEL, "hidden": 480}, "optimizer": {"lr": 1e-3}}
+    values = {"data": {"train": ["unused.txt"], "sequence_length": 30}, "batch": {"global_size": 24}}
+    job = job_from_values({**wide, **values, "sync": sync})
+    work = Work.of(job)
+    space = Space(work, 6, 6, Modes.of(job))
+    chunks = [chunk for family in space.families() for chunk in space.chunks(family, Counts())]
+    found = {to_layout(chunk, index, work.spec.layers) for chunk in chunks for index in range(len(chunk))}
+    assert len(found) > 3
+    for layout in sorted(found, key=str)[:: max(1, len(found) // 200)]:
+        job.with_layout(layout).resolve(purpose="plan")
+    assert space.size().legal < Space(work, 6, 6).size().legal, "some are left out"
+
+
 def test_every_rule_is_broken_by_some_layout() -> None:
     work = Work.of(_job())
-    modes = Modes(deterministic=True, compile=True)
+    modes = Modes(deterministic=True, compile=True, servers=True, apart=True, compressed=True)
     broken = broken_rules(work, _random_layouts(20000, seed=1, work=work), modes)
     assert sorted(broken) == list(range(1, len(RULES)))
     assert [RULES[rule] for rule, mask in broken.items() if not mask.any()] == []

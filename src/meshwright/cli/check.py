@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.auto import settled_layout
-from meshwright.cli.check_ledger import compare_ledgers
+from meshwright.cli.check_ledger import compare_ledgers, refuse_too_many
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
 from meshwright.job.layout import Layout
@@ -37,7 +37,7 @@ def check(
     dtype: Annotated[
         str | None, typer.Option(help="float64 or float32, with --ledger also 16 bits; absent: the job's.")
     ] = None,
-    max_ranks: Annotated[int, typer.Option(min=1, help="Leave out layouts of more ranks.")] = 8,
+    max_ranks: Annotated[int, typer.Option(min=1, help="Leave out layouts of more ranks; --layout: refuse them.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 10,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -52,9 +52,15 @@ def check(
         raise InputError(f"--matrix: {matrix!r} is not a matrix; use layouts, sync or reshard")
     if layout is None and matrix is None and not self_test:
         raise InputError("check: nothing to check; give --layout, --matrix or --self-test")
+    given = {"--layout": layout is not None, "--matrix": matrix is not None, "--self-test": self_test}
+    several = [name for name, on in given.items() if on]
+    if ledger and self_test:
+        raise InputError("check: --ledger and --self-test do not go together; give one of them")
+    if len(several) > 1:
+        raise InputError(f"check: {' and '.join(several)} are proofs of their own; give one of them")
+    if max_ranks < 2 and layout is None:
+        raise InputError(f"--max-ranks: {max_ranks} leaves no layout to check; use at least 2")
     if ledger:
-        if self_test:
-            raise InputError("check: --ledger and --self-test do not go together; give one of them")
         if matrix not in (None, "layouts"):
             raise InputError(f"--matrix: {matrix} has no ledgers to compare; use --matrix layouts, or --layout")
         compare_ledgers(job_file, layout, matrix, dtype, max_ranks, cluster, overrides or [], as_json)
@@ -95,6 +101,7 @@ def _run(
 
     if layout is not None:
         resolved = job.resolve()
+        refuse_too_many(resolved.layout, max_ranks)
         result = check_layout(resolved, steps=steps)
         show(result)
         results.append(result)

@@ -15,6 +15,7 @@ from rich.console import Console
 from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import load_job
+from meshwright.job.layout import Layout
 from meshwright.ledger.render import comparison_table, spends_table, titled
 from meshwright.prove.ledgers import NO_CLUSTER, Agreement, check_ledgers, hold_together
 from meshwright.prove.pool import RankPool
@@ -49,6 +50,7 @@ def compare_ledgers(
     with _pools() as pools:
         if layout is not None:
             resolved = job.resolve()
+            refuse_too_many(resolved.layout, max_ranks)
             ranks = range(resolved.layout.ranks)
             result = hold_together(
                 pools.setdefault(len(ranks), RankPool(len(ranks))), resolved, str(resolved.layout), ranks, machine
@@ -72,6 +74,19 @@ def compare_ledgers(
         failed = sum(not result.passed for result in results)
         console.print(f"{len(results) - failed} of {len(results)} agree", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)
+
+
+def refuse_too_many(layout: Layout, max_ranks: int) -> None:
+    """Refuse to start more ranks on this machine than ``--max-ranks`` says.
+
+    Raises:
+        InputError: the layout has more.
+    """
+    if layout.ranks > max_ranks:
+        raise InputError(
+            f"--layout: {layout} takes {layout.ranks} ranks, all on this machine; use at most {max_ranks}, or give "
+            f"--max-ranks {layout.ranks}"
+        )
 
 
 @contextmanager

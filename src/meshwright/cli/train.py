@@ -39,6 +39,8 @@ def train(
     On one machine it starts its own ranks; under torchrun, srun or a Kubernetes Job it is one of them.
     Ctrl-C or SIGTERM saves and stops.
     """
+    if from_step is not None and not resume:
+        raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
     place = detect_environment()
     planned = settled_layout(load_job(job_file, overrides or [], layout), place, out if resume else None, as_json)
     job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
@@ -55,14 +57,14 @@ def train(
         return
     held = []  # the lock of the directory, until this process ends
     again = place is not None and restarted() and (out / "job.toml").is_file()
-    if again:  # by torchrun, after a failure
-        resume = bool(steps(out / CHECKPOINTS))
+    if again:  # by torchrun, after a failure: from the last checkpoint, whichever it began from
+        resume, from_step = bool(steps(out / CHECKPOINTS)), None
 
     def prepare() -> None:
         if again and not resume:
             held.append(RunLock(out))
             return
-        held.append(prepare_run(job, out, resume=resume, from_step=from_step if resume else None))
+        held.append(prepare_run(job, out, resume=resume, from_step=from_step))
         planned.write(out)
 
     if place is not None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.job.job import Job
 from meshwright.job.layout import LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from meshwright.job.schedule_rules import ROUND_SCHEDULES
+from meshwright.job.validate_less_often import apart
 from meshwright.plan.arrays import SCHEDULES, Bools, Layouts, Work
 
 RULES: tuple[str, ...] = (
@@ -33,6 +35,9 @@ RULES: tuple[str, ...] = (
     "deterministic sums need zero below 2 with shard below dp or pp above 1",
     "compile needs tp=1",
     "compile needs a schedule that does not split backward",
+    "workers of servers need tp=1, pp=1 and zero=0",
+    "replicas that train apart must be at least two",
+    "compression needs dp of at least 2",
 )
 """``first_broken_rule`` counts in this order; 0 is legal."""
 
@@ -43,6 +48,21 @@ class Modes:
 
     deterministic: bool = False
     compile: bool = False
+    servers: bool = False
+    apart: bool = False
+    """Replicas meet now and then."""
+    compressed: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Modes:
+        """A job's."""
+        return cls(
+            deterministic=job.train.deterministic,
+            compile=job.train.compile,
+            servers=job.sync.strategy == "server",
+            apart=apart(job),
+            compressed=job.sync.compression != "none",
+        )
 
 
 def _is(names: frozenset[str]) -> NDArray[np.bool_]:
@@ -86,6 +106,9 @@ def broken_rules(work: Work, layouts: Layouts, modes: Modes = Modes()) -> dict[i
         14: modes.deterministic & (each.zero >= 2) & (sharded | piped),
         15: modes.compile & (each.tp > 1),
         16: modes.compile & piped & split,
+        17: modes.servers & ((each.tp > 1) | piped | (each.zero > 0)),
+        18: modes.apart & np.where(each.zero > 0, ~sharded, each.dp < 2),
+        19: modes.compressed & (each.dp < 2),
     }
 
 
