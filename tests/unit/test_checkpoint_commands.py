@@ -15,6 +15,8 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, whole
 from meshwright.checkpoint.save import save
 from meshwright.cli.main import main
+from meshwright.recovery.lock import RunLock
+from tests.command_line import JOB
 
 
 def weights(shift: float = 0.0) -> list[Any]:
@@ -188,3 +190,15 @@ def test_pinned_ones_stay(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, output, _ = ask(capsys, "prune", run, "--keep", 1)
     assert code == 0 and "kept, pinned or by the job's rule: step-900" in output
     assert steps(run / "checkpoints") == [900, 1100]
+
+
+def test_a_run_that_trains_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "job.toml").write_text(JOB)
+    with RunLock(run):
+        for given in (run, run / "checkpoints"):
+            code, _, said = ask(capsys, "prune", given, "--keep", 1)
+            assert code == 2 and said.startswith(f"prune: {run} is in use by process ")
+        assert ask(capsys, "prune", run, "--keep", 1, "--dry-run")[0] == 0
+    assert steps(run / "checkpoints") == [900, 1000, 1100]
+    assert ask(capsys, "prune", run / "checkpoints", "--keep", 1)[0] == 0
+    assert steps(run / "checkpoints") == [1100]

@@ -124,6 +124,18 @@ def test_weights_to_begin_from_are_looked_at_before_ranks_start(
     assert not (tmp_path / "run" / "job.toml").exists()
 
 
+def test_a_checkpoint_brings_its_shape(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    shape = load_job(job).model_spec
+    path = save(tmp_path, 2, [whole("w", torch.ones(2))], model=shape.model_dump(mode="json"))
+    text = job.read_text()
+    job.write_text(f'[model]\ninit_from = "step-2"\n\n{text[text.index("[data]"):]}')
+    assert load_job(job).model_spec == shape
+    rewrite(path / "manifest.json", model={})
+    with pytest.raises(InputError, match=r"^model\.init_from: \S+manifest\.json says no shape of a model"):
+        load_job(job)
+
+
 def test_a_run_goes_on_without_the_weights_it_began_from(job: Path) -> None:
     began = load_job(job, ["model.init_from=weights"]).resolve()
     assert began.with_fresh_weights() == load_job(job).resolve()

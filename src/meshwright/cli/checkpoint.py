@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,8 +114,24 @@ def prune(
     if found == [run]:
         read_manifest(run)
         raise InputError(f"prune: {run} is one checkpoint; give the run it belongs to")
-    done = prune_run(run, _retention(run, keep), dry=dry_run)
+    kept = _retention(run, keep)
+    with _not_training(run) if not dry_run else nullcontext():
+        done = prune_run(run, kept, dry=dry_run)
     _print(asdict(done), show.pruned_lines(done, dry_run), as_json)
+
+
+def _not_training(run: Path) -> AbstractContextManager[object]:
+    """Holds the run that ``run``, or the folder of checkpoints in it, is; what is no run needs no holding.
+
+    Raises:
+        InputError: it is training.
+    """
+    from meshwright.recovery.lock import RunLock
+
+    for directory in (run, run.parent):
+        if (directory / "job.toml").is_file():
+            return RunLock(directory, "prune", "or leave it to the run, which prunes by itself")
+    return nullcontext()
 
 
 def _retention(run: Path, keep: int | None) -> Any:

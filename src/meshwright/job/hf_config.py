@@ -205,6 +205,7 @@ def fields_from_hf_folder(path: str, where: str) -> dict[str, Any]:
         reason = error.strerror or type(error).__name__
         raise InputError(
             f"{where}: {path!r} has no readable config.json ({reason}); give a Hugging Face folder or a config.json"
+            + (", or a whole step-N folder" if where == "model.init_from" else "")
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: {file} is not UTF-8 at byte {error.start}; give a config.json") from None

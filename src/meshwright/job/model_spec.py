@@ -32,14 +32,14 @@ class ModelSpec(BaseModel):
     """Transformer blocks."""
     heads: PositiveInt
     """Query heads."""
-    kv_heads: PositiveInt = 0  # 0: as many as heads, filled in below
+    kv_heads: NonNegativeInt = 0  # 0: as many as heads, filled in below
     """Key and value heads, shared by groups of query heads; 0: as many as ``heads``."""
-    head_size: PositiveInt = 0  # 0: hidden // heads, filled in below
+    head_size: NonNegativeInt = 0  # 0: hidden // heads, filled in below
     """Width of one head; 0: ``hidden / heads``."""
     ffn_hidden: PositiveInt
     """Width inside the MLP."""
     max_positions: PositiveInt = 131072
-    """Longest sequence; rows of the learned position table."""
+    """Rows of the learned position table, and so the longest sequence with it; `rope` has no longest."""
     positions: Literal["learned", "rope"] = "rope"
     """Added to the embedding (GPT-2), or rotations of q and k (Llama)."""
     rope_theta: _Positive = 10000.0

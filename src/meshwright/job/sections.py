@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from meshwright.errors import InputError
+from meshwright.job.checkpoint_shape import MANIFEST, fields_from_checkpoint
 from meshwright.job.hf_config import fields_from_hf_folder
 from meshwright.job.model_spec import ModelSpec
 from meshwright.job.presets import preset_fields
@@ -55,7 +57,8 @@ class ModelSection(ModelSpec):
             elif isinstance(given.get("hf"), str):
                 base = fields_from_hf_folder(given["hf"], "model.hf")
             elif isinstance(given.get("init_from"), str) and missing and "preset" not in given:
-                base = fields_from_hf_folder(given["init_from"], "model.init_from")
+                own = (Path(given["init_from"]) / MANIFEST).is_file()
+                base = (fields_from_checkpoint if own else fields_from_hf_folder)(given["init_from"], "model.init_from")
         except InputError as error:
             raise ValueError(str(error)) from None
         if given.get("sliding_window") == 0:
@@ -233,4 +236,4 @@ class ObserveSection(Section):
     ledger_step: PositiveInt = 3
     """First step that the ledger records (steps count from 1)."""
     one_device_steps: NonNegativeInt = 3
-    """Steps run on one device after training, to measure the useful speed-up; 0: not measured."""
+    """Steps timed on one device after training, behind one that is not, for the useful speed-up; 0: not measured."""

@@ -17,18 +17,25 @@ LOCK = "lock"
 class RunLock:
     """Holds a run directory; the kernel lets go of it when this process ends, however it ends.
 
+    Args:
+        run_directory: that of the run.
+        what: the option or verb that asks for it, for messages.
+        instead: what else can be done than to wait, for messages.
+
     Raises:
         InputError: another process holds it.
     """
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(
+        self, run_directory: Path, what: str = "--out", instead: str = "end it, or give another --out"
+    ) -> None:
         self._file = -1
         path = run_directory / LOCK
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(
-                f"--out: {run_directory} cannot be used ({error.strerror}); give a directory you may write"
+                f"{what}: {run_directory} cannot be used ({error.strerror}); give a directory you may write"
             ) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,7 +43,7 @@ class RunLock:
             said = os.read(file, 4096).decode(errors="replace")
             os.close(file)
             raise InputError(
-                f"--out: {run_directory} is in use by {_who(said)}; wait for it, end it, or give another --out"
+                f"{what}: {run_directory} is in use by {_who(said)}; wait for it, {instead}"
             ) from None
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid()}) + "\n"
         os.ftruncate(file, 0)
