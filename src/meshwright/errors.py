@@ -31,5 +31,9 @@ class DamagedCheckpoint(CheckpointError):
     exit_code = 1
 
 
+class SaveError(MeshwrightError):
+    """A checkpoint could not be written; earlier ones stand as they were."""
+
+
 class TrainingStopped(MeshwrightError):
     """Training ended early by an agreed decision (NaN policy, signal); what was saved stays saved."""

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.folder import latest
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job, job_from_values
 from meshwright.model.hugging_face import load_into
 from meshwright.prove.pool import RankPool
 from meshwright.prove.proof_data import ProofSamples, proof_batches
 from meshwright.train.exchange import export_hugging_face
-from meshwright.train.saving import Saver, latest_checkpoint, load_whole_model
+from meshwright.train.saving import Saver, load_whole_model
 from meshwright.train.trainer import Trainer
 from tests.small_jobs import Batch
 
@@ -96,7 +97,7 @@ def test_in_and_out_of_eight_ranks(ranks: Ranks, tmp_path: Path, name: str) -> N
         for example, row in rows.items():
             assert abs(row - logits[example].numpy()).max() < 1e-5
 
-    checkpoint = latest_checkpoint(tmp_path / "run")
+    checkpoint = latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     mine = load_whole_model(job, checkpoint).eval()
     batch = batches(job, 0, 1)

@@ -17,7 +17,7 @@ from meshwright.errors import CheckpointError
 from meshwright.job.job import Job
 from meshwright.prove.oracle import whole_model
 from meshwright.prove.pool import RankFailure, RankPool
-from meshwright.train.saving import Saver, latest_checkpoint, load_whole_model
+from meshwright.train.saving import Saver, load_whole_model
 from meshwright.train.trainer import Trainer
 from tests.small_jobs import small_job, train_and_save
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) 
     ranks(2).run(train_and_save, small_job("dp=2"), str(tmp_path), 0, 1, [1])
     with pytest.raises(RankFailure, match=r"CheckpointError.*another shape"):
         ranks(2).run(train_and_save, small_job("dp=2", model={"ffn_hidden": 64}), str(tmp_path), 1, 2, [])
-    assert latest_checkpoint(tmp_path) is not None
+    assert latest(tmp_path / "checkpoints") is not None
 
 
 def test_resume_without_a_checkpoint_says_so(ranks: Ranks, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_vocabulary_is_saved_without_its_padding(ranks: Ranks, tmp_path: Pat
     """97 rows on 4 ranks are 25 a rank: the saved matrix has 97, and another degree takes it up."""
     job: Job = small_job("tp=4", model={"kv_heads": 4}, **ADAMW)
     ranks(4).run(train_and_save, job, str(tmp_path), 0, 2, [2])
-    path = latest_checkpoint(tmp_path)
+    path = latest(tmp_path / "checkpoints")
     assert path is not None
     assert read_tensor(path, "embedding.weight").shape == (97, 32)
     model = load_whole_model(job, path)
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_by_policy(ranks: Ranks, 
     lenient = small_job("dp=2 zero=1", checkpoint={"damaged": "previous"}, **ADAMW)
     again = ranks(2).run(train_and_save, lenient, str(tmp_path), 2, 6, [4])[0]
     assert again == whole[2:]
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-4"
+    assert latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-4"
     assert verify(tmp_path / "checkpoints" / "step-4").step == 4
     assert [path.name.rpartition("-")[0] for path in (tmp_path / "checkpoints").glob(".*")] == [
         ".step-4.superseded",
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_by_policy(ranks: Ranks, 
 def test_weights_alone_start_another_run(ranks: Ranks, tmp_path: Path) -> None:
     """Another layout, type and update rule: masters are the saved weights; the oracle agrees."""
     ranks(2).run(train_and_save, small_job("dp=2 zero=1", **ADAMW), str(tmp_path), 0, 2, [2])
-    path = latest_checkpoint(tmp_path)
+    path = latest(tmp_path / "checkpoints")
     assert path is not None
     later = small_job(
         "tp=2 pp=2 micro_batch=1", model={"init_from": str(path)}, precision={"dtype": "bfloat16"}, train={"seed": 9}

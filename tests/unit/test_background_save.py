@@ -20,10 +20,10 @@ from meshwright.checkpoint.drill import restore
 from meshwright.checkpoint.folder import steps
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.placed import whole
-from meshwright.checkpoint.save import SaveError, save
+from meshwright.checkpoint.save import save
 from meshwright.checkpoint.world import Alone
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import DamagedCheckpoint, InputError
+from meshwright.errors import DamagedCheckpoint, InputError, SaveError
 from meshwright.job.job import Job
 from meshwright.job.sections import CheckpointSection
 from meshwright.plan import goodput

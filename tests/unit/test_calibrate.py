@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.cli.calibrate import _check, summary
+from meshwright.cli.calibrate_machine import _check, summary
 from meshwright.errors import InputError
 from meshwright.job.cluster import ClusterSpec, cluster_from_values, load_cluster
 from meshwright.job.efficiency import GemmCurve

@@ -6,13 +6,15 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import meshwright.cli.check as check_verb
+import meshwright.cli.check_proofs as check_proofs
 import meshwright.cli.train as train_verb
 import meshwright.train.prepare as prepare
 from meshwright.cli.main import main
@@ -39,7 +41,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(train_verb, "launch", started)
     for name in ("check_layout", "check_matrix", "check_self_test"):
-        monkeypatch.setattr(check_verb, name, started)
+        monkeypatch.setattr(check_proofs, name, started)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
 
@@ -388,3 +390,21 @@ def test_json_says_the_error_too(job: Path, capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 2
     assert json.loads(said.out) == {"error": sentence, "exit_code": 2}
     assert said.err == sentence + "\n"
+
+
+def test_no_command_waits_for_torch_before_it_knows_that_it_needs_it() -> None:
+    """Which takes seconds to load: for help, for a refusal, and in the launcher beside its ranks."""
+    program = "import sys, meshwright.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_preparing_a_cpu_run_loads_no_torch(job: Path, out: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from meshwright.job.job import load_job\n"
+        "from meshwright.train.prepare import prepare_run\n"
+        f"prepare_run(load_job({str(job)!r}, ['cluster.device=cpu']).resolve(), Path({str(out)!r}), resume=False)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -18,10 +18,10 @@ from meshwright.checkpoint.folder import steps
 from meshwright.checkpoint.load import read_tensor
 from meshwright.checkpoint.placed import PlacedTensor
 from meshwright.checkpoint.remote import Store, copy_to_store
-from meshwright.checkpoint.save import SaveError, save
+from meshwright.checkpoint.save import save
 from meshwright.checkpoint.verify import verify
 from meshwright.cli.main import main
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, InputError, SaveError
 from meshwright.job.job import load_job
 from tests.command_line import write_job
 

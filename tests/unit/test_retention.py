@@ -16,8 +16,8 @@ from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.folder import left_overs, steps, supersede_later
 from meshwright.checkpoint.placed import PlacedTensor, whole
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.save import SaveError, save
-from meshwright.errors import InputError
+from meshwright.checkpoint.save import save
+from meshwright.errors import InputError, SaveError
 from meshwright.train.prepare import prepare_run
 from tests.small_jobs import small_job
 

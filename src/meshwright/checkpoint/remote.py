@@ -19,10 +19,9 @@ from typing import Any
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.folder import is_complete, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.checkpoint.save import SaveError
 from meshwright.checkpoint.verify import verify
 from meshwright.checkpoint.world import World
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, InputError, SaveError
 from meshwright.files import folder_problem
 
 JOB = "job.toml"

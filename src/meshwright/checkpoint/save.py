@@ -25,7 +25,7 @@ from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
 from meshwright.checkpoint.retention import Retention, rotate
 from meshwright.checkpoint.tensor_file import Piece, content_of, verify_file, write_file
 from meshwright.checkpoint.world import World, current_world
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, SaveError
 from meshwright.version import __version__
 
 SLICE_BYTES = 32 * 2**20
@@ -36,10 +36,6 @@ _BYTES_ABOUT_A_SLICE = 512
 
 Described = list[Any]
 """A piece as JSON: [key, dtype, global shape, offsets, sizes, bytes]."""
-
-
-class SaveError(MeshwrightError):
-    """A checkpoint could not be written; earlier ones stand as they were."""
 
 
 def save(

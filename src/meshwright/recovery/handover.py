@@ -10,7 +10,6 @@ import faulthandler
 import json
 import mmap
 import os
-import signal
 import socket
 import threading
 import time
@@ -27,10 +26,7 @@ from meshwright.checkpoint.save import pieces_of
 from meshwright.checkpoint.tensor_file import write_file
 from meshwright.comm import position
 from meshwright.recovery.rank import HANDED_OVER
-from meshwright.recovery.shared import HAND_OVER, Member, StateFiles
-
-STACK_SIGNAL = signal.SIGUSR1
-"""Makes a rank write the stacks of its threads to ``rank-K.stack`` beside its log."""
+from meshwright.recovery.shared import HAND_OVER, STACK_SIGNAL, Member, StateFiles
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from meshwright.comm.position import SIZE, Position, read
 
 MEMBER_VARIABLE = "MESHWRIGHT_MEMBER"
 """Environment variable: what a rank has of its launcher, as JSON."""
+STACK_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the stacks of its threads to ``rank-K.stack`` beside its log."""
 HAND_OVER = b"h"
 """On the pipe: hand over your state and leave."""
 

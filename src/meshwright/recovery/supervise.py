@@ -26,12 +26,11 @@ from meshwright.recovery.endings import Ending, failure_block
 from meshwright.recovery.gathered import newest_state, put_down
 from meshwright.recovery.generation import Generation, Plan, new_log_folder, stopped_by_signal
 from meshwright.recovery.goodput import Goodput
-from meshwright.recovery.handover import STACK_SIGNAL
 from meshwright.recovery.incident import Incident, gather, next_folder, what_waits, where
 from meshwright.recovery.monitor import Finding, Limits, Monitor, Seen, process_state, waiters_for
 from meshwright.recovery.prefetch import Prefetch
 from meshwright.recovery.reporting import Reporting
-from meshwright.recovery.shared import HAND_OVER, MEMBER_VARIABLE, RankMemory
+from meshwright.recovery.shared import HAND_OVER, MEMBER_VARIABLE, STACK_SIGNAL, RankMemory
 from meshwright.recovery.stragglers import Stragglers
 from meshwright.recovery.units import ColdUnits, Start, Units, WarmUnits
 

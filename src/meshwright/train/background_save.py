@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.placed import PlacedTensor
-from meshwright.checkpoint.save import SaveError
 from meshwright.checkpoint.world import GroupWorld
+from meshwright.errors import SaveError
 from meshwright.train.saving import Saver
 
 

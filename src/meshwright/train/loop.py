@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.checkpoint.save import SaveError
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.phase import phase
 from meshwright.comm.position import begin_own_time, begin_step, finish_step, holds_state
 from meshwright.data.loader import Loader
-from meshwright.errors import TrainingStopped
+from meshwright.errors import SaveError, TrainingStopped
 from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.job.steady import steady_step

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import psutil
-import torch
 
-from meshwright.checkpoint.folder import steps, supersede_later
-from meshwright.checkpoint.remote import Store
+from meshwright.checkpoint.folder import CHECKPOINTS, steps, supersede_later
 from meshwright.data.corpora import open_corpora
 from meshwright.data.progress import terminal_progress
 from meshwright.errors import InputError
@@ -20,9 +18,7 @@ from meshwright.job.fault_section import check_faults
 from meshwright.job.job import Job
 from meshwright.job.memory import check_memory
 from meshwright.recovery.lock import LOCK, RunLock
-from meshwright.train.initial_weights import check_weights
 from meshwright.train.resumable import check_resumable, check_run, check_samples
-from meshwright.train.saving import FOLDER
 
 
 def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None = None) -> RunLock:
@@ -57,31 +53,38 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
 def _prepare(job: Job, run_dir: Path, resume: bool, from_step: int | None) -> None:
     manifest = check_resumable(job, run_dir, from_step) if resume else None
     if manifest is None and job.model.init_from is not None:
+        from meshwright.train.initial_weights import check_weights  # loads torch
+
         check_weights(job.model_spec, Path(job.model.init_from))
-    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and torch.cuda.is_available()):
-        _check_devices(job)
-    else:
+    if job.cluster.device == "cpu" or not _check_devices(job):
         _check_machine(job)
     _check_space(job, run_dir)
     if job.checkpoint.copy_to is not None:
+        from meshwright.checkpoint.remote import Store  # loads torch
+
         Store(job.checkpoint.copy_to).check()
     with terminal_progress("tokenising", sys.stderr) as progress:
         corpora = open_corpora(job.data, job.model.vocabulary, progress)
     if manifest is not None:
         check_samples(manifest.state, job.train.seed, len(corpora.training))
     if from_step is not None:
-        supersede_later(run_dir / FOLDER, from_step)
+        supersede_later(run_dir / CHECKPOINTS, from_step)
     replace_text(run_dir / "job.toml", job.to_toml())
 
 
-def _check_devices(job: Job) -> None:
-    """Refuse a job that has more ranks on this host than the host has GPUs."""
+def _check_devices(job: Job) -> bool:
+    """Refuse a job that has more ranks on this host than the host has GPUs; whether it trains on GPUs."""
+    import torch  # only where a GPU may be meant: it takes seconds to load
+
+    if job.cluster.device == "auto" and not torch.cuda.is_available():
+        return False
     here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", job.layout.ranks)), torch.cuda.device_count()
     if here > devices:
         raise InputError(
             f"cluster.device: {here} ranks on this host need a CUDA device each but it has {devices}; "
             'start fewer ranks, or set cluster.device = "cpu"'
         )
+    return True
 
 
 def _check_machine(job: Job) -> None:
@@ -118,7 +121,7 @@ def _check_space(job: Job, run_dir: Path) -> None:
     each = job.model_spec.parameter_count * (8 if job.precision.dtype == "float64" else 4) * (1 + moments)
     saves = -(-job.train.steps // section.every) if section.every else section.keep + 1 if section.interval else 1
     # A new one is written and verified before the oldest goes.
-    more = max(1, min(section.keep + 1, saves) - len(steps(run_dir / FOLDER)))
+    more = max(1, min(section.keep + 1, saves) - len(steps(run_dir / CHECKPOINTS)))
     free = shutil.disk_usage(run_dir).free
     if free < more * each:
         raise InputError(

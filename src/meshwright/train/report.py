@@ -8,15 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
+from meshwright.checkpoint.folder import CHECKPOINTS, latest
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.ledger.ledger import Ledger
 from meshwright.ledger.render import ledger_tables
 from meshwright.recovery.threads import threads, threads_per_rank
-from meshwright.train.one_device import one_device_tokens_per_second
-from meshwright.train.sampling import continue_prompt
-from meshwright.train.saving import latest_checkpoint, load_whole_model
 
 
 def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     if job.observe.one_device_steps:
         console.print(f"measuring {job.observe.one_device_steps + 1} steps on one device alone ...")
-    alone = one_device_tokens_per_second(job, threads=threads(threads_per_rank(job.layout.ranks)))
+    alone = _one_device(job)
     rate = summary["tokens_per_second"]
     summary["one_device_tokens_per_second"] = alone
     summary["useful_speedup"] = rate / alone if alone and rate else None
@@ -38,6 +36,14 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
     ledger = _complete_ledger(run_dir, rate, alone)
     _print(console, summary, job, run_dir, ledger)
     return summary
+
+
+def _one_device(job: Job) -> float | None:
+    if not job.observe.one_device_steps:
+        return None
+    from meshwright.train.one_device import one_device_tokens_per_second  # loads the whole program
+
+    return one_device_tokens_per_second(job, threads=threads(threads_per_rank(job.layout.ranks)))
 
 
 def _complete_ledger(run_dir: Path, rate: float | None, alone: float | None) -> Ledger | None:
@@ -52,9 +58,12 @@ def _complete_ledger(run_dir: Path, rate: float | None, alone: float | None) -> 
 
 def _sample(job: Job, run_dir: Path) -> str | None:
     prompt = job.observe.sample_prompt
-    checkpoint = latest_checkpoint(run_dir)
+    checkpoint = latest(run_dir / CHECKPOINTS)
     if not prompt or checkpoint is None:
         return None
+    from meshwright.train.sampling import continue_prompt  # load the whole program
+    from meshwright.train.saving import load_whole_model
+
     tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     model = load_whole_model(job, checkpoint)
     numbers = continue_prompt(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.folder import CHECKPOINTS, latest, step_folder, steps, supersede_later
+from meshwright.checkpoint.folder import CHECKPOINTS, step_folder, steps, supersede_later
 from meshwright.checkpoint.load import load, read_tensor
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, Role
@@ -33,19 +33,12 @@ from meshwright.train.resumable import check_samples
 from meshwright.train.sync_state import SyncState
 from meshwright.train.trainer import StepReport, Trainer
 
-FOLDER = CHECKPOINTS
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The last complete checkpoint of a run, if it has one."""
-    return latest(run_dir / FOLDER)
-
 
 class Saver:
     """Saves and restores one trainer. All ranks call each method together."""
 
     def __init__(self, trainer: Trainer, loader: Loader | None, run_dir: Path) -> None:
-        self.trainer, self.loader, self.folder = trainer, loader, run_dir / FOLDER
+        self.trainer, self.loader, self.folder = trainer, loader, run_dir / CHECKPOINTS
         self.world = GroupWorld(trainer.mesh.group("world"))
         self.disk = Disk()
         self.sync = SyncState(trainer)
