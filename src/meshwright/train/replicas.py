@@ -37,8 +37,8 @@ class _Copies:
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: dict[str, list[Tensor]]
+    """By parameter: what this rank holds of it, in pieces. Where they are cut differs from rank to rank."""
 
 
 class Replicas:
@@ -52,7 +52,8 @@ class Replicas:
         sharded = layout.zero > 0 and layout.shard_degree > 1
         axis = "replicate" if sharded else "dp"
         if self._mesh.degree(axis) > 1:
-            self._add(axis, [(piece.parameter, piece.master) for piece in trainer.owned])
+            pieces = sorted(trainer.owned, key=lambda piece: piece.start)
+            self._add(axis, [(piece.parameter, piece.master) for piece in pieces])
         if sharded and layout.zero == 1 and self._mesh.degree("dp") > 1:
             published = [
                 (f"stage{stage}:{name}", parameter)
@@ -63,8 +64,10 @@ class Replicas:
         self.good_step = trainer.step_number
 
     def _add(self, axis: str, named: Sequence[tuple[str, Tensor]]) -> None:
-        names, tensors = zip(*named, strict=True)
-        self._copies.append(_Copies(self._mesh.group(axis), self._mesh.ranks(axis), names, tensors))
+        tensors: dict[str, list[Tensor]] = {}
+        for name, tensor in sorted(named, key=lambda each: each[0]):
+            tensors.setdefault(name, []).append(tensor)
+        self._copies.append(_Copies(self._mesh.group(axis), self._mesh.ranks(axis), tensors))
 
     @property
     def any(self) -> bool:
@@ -102,13 +105,14 @@ class Replicas:
         )
 
     def _differences(self, copies: _Copies) -> list[tuple[str, tuple[int, ...], list[int]]]:
-        mine = torch.tensor([digest(tensor) for tensor in copies.tensors], dtype=torch.int64)
+        mine = torch.tensor([digest(pieces) for pieces in copies.tensors.values()], dtype=torch.int64)
         mine = mine.to(self._mesh.device)
         all_ = mine.new_empty(len(copies.ranks) * mine.numel())
         all_gather(all_, mine, copies.group)
         rows = all_.view(len(copies.ranks), -1).cpu()
         unequal = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
-        return [(copies.names[index], copies.ranks, rows[:, index].tolist()) for index in unequal]
+        names = list(copies.tensors)
+        return [(names[index], copies.ranks, rows[:, index].tolist()) for index in unequal]
 
     def _further_away(self, tied: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[str, int]]:
         mine = {
@@ -158,8 +162,10 @@ def _fewer(
     return wrong, tied
 
 
-def digest(tensor: Tensor) -> int:
-    """64 bits of XXH3 over the bytes of a tensor, as a signed number."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    value = xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
-    return int(value) - (1 << 64) if value >= 1 << 63 else int(value)
+def digest(pieces: Sequence[Tensor]) -> int:
+    """64 bits of XXH3 over the bytes of all pieces, one after the other, as a signed number."""
+    whole = xxhash.xxh3_64()
+    for piece in pieces:
+        whole.update(piece.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    value = whole.intdigest()
+    return value - (1 << 64) if value >= 1 << 63 else value
