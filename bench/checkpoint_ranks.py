@@ -75,6 +75,8 @@ def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
     placed = _placed(parts, rank)
     state: dict[str, Any] = {key: DTensor.from_local(tensor, mesh, [Shard(0)]) for key, tensor in parts.items()}
     world = GroupWorld()
+    # DCP's thread exchanges its plans while the ranks go on: in their group the two could cross, and wait for ever.
+    apart = dist.new_group()
     buffers = [torch.empty_like(tensor) for tensor in parts.values()]
     kinds = ("save", "load", "dcp_save", "dcp_load", "stall", "dcp_stall")
     seconds: dict[str, list[float]] = {name: [] for kind in kinds for name in (kind, f"{kind}_bytes")}
@@ -93,7 +95,7 @@ def rounds_on_rank(folder: str, rounds: int) -> dict[str, list[float]]:
         pending: list[Any] = []
         later = Path(folder) / f"later-{number}"
         took["dcp_stall"] = _measured(
-            lambda later=later, to=pending: to.append(dcp_async_save(state, checkpoint_id=later))
+            lambda later=later, to=pending: to.append(dcp_async_save(state, checkpoint_id=later, process_group=apart))
         )
         pending[0].result()
         dist.barrier()
