@@ -13,6 +13,7 @@ from meshwright.errors import InputError
 from meshwright.job.job import Job, job_from_values, load_job
 from meshwright.job.layout import Layout
 from meshwright.job.presets import preset
+from tests.command_line import write_job
 
 MINIMAL = """
 [model]
@@ -267,3 +268,10 @@ def test_the_quickstart_resolves() -> None:
     job = load_job(Path(__file__).parents[2] / "examples" / "quickstart.toml").resolve()
     assert (job.layout.dp, job.layout.tp, job.layout.ranks) == (2, 2, 4)
     assert all(Path(path).exists() for path in (*job.data.train, job.data.tokenizer))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_job(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    plain = load_job(job)
+    job.write_bytes(b"\xef\xbb\xbf" + job.read_bytes())
+    assert load_job(job) == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from meshwright.job.layout import Layout
 from meshwright.job.presets import preset
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Layouts, Work, stage_counts, to_layout
 from meshwright.plan.legality import RULES, Modes, broken_rules, first_broken_rule
-from meshwright.plan.space import Counts, Space
+from meshwright.plan.reasons import _law
+from meshwright.plan.space import Counts, Family, Space
 
 MODEL: dict[str, Any] = {
     "vocabulary": 97, "hidden": 48, "layers": 6, "heads": 12, "kv_heads": 6, "ffn_hidden": 56, "max_positions": 64,
@@ -107,6 +109,16 @@ def test_what_is_searched_goes_with_how_ranks_agree(sync: dict[str, str]) -> Non
     for layout in sorted(found, key=str)[:: max(1, len(found) // 200)]:
         job.with_layout(layout).resolve(purpose="plan")
     assert space.size().legal < Space(work, 6, 6).size().legal, "some are left out"
+
+
+def test_what_forbids_a_family_begins_with_its_degree() -> None:
+    """The table of rejected families puts families with the same rule into one line by that."""
+    work = Work.of(_job())
+    laws = [_law(work, Family(dp=1, tp=2, pp=2), rule).removeprefix("rule: ") for rule in RULES[1:]]
+    named = [law for law in laws if re.match("(dp|tp|pp)=", law)]
+    assert len(named) >= 7
+    for law in named:
+        assert re.match(r"(dp|tp|pp)=\d+ [a-z]", law), law
 
 
 def test_every_rule_is_broken_by_some_layout() -> None:

@@ -223,7 +223,7 @@ def _keys(table: object) -> Sequence[str]:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_bytes().decode("utf-8"))
+        return tomllib.loads(file.read_bytes().decode("utf-8-sig"))  # some editors write a mark first
     except OSError as error:
         raise InputError(f"job: {file} cannot be read ({error.strerror}); give the path of a TOML job file") from None
     except UnicodeDecodeError as error:

@@ -97,7 +97,13 @@ def _law(work: Work, family: Family, rule: str) -> str:
         "tp must divide the key/value heads": f"tp={family.tp} does not divide {spec.kv_heads} key/value heads",
         "tp must divide ffn_hidden": f"tp={family.tp} does not divide ffn_hidden={spec.ffn_hidden}",
         "no more stages than layers": f"pp={family.pp} is more stages than the {spec.layers} layers",
-        "compile needs tp=1": f"tp={family.tp}, but train.compile needs tp=1",
+        "compile needs tp=1": f"tp={family.tp} does not go with train.compile, which needs tp=1",
+        "workers of servers need tp=1, pp=1 and zero=0": (
+            f"{'tp' if family.tp > 1 else 'pp'}={family.tp if family.tp > 1 else family.pp} does not go with servers, "
+            "whose workers compute the whole model"
+        ),
+        "replicas that train apart must be at least two": f"dp={family.dp} leaves fewer than two replicas",
+        "compression needs dp of at least 2": f"dp={family.dp} has nothing to send compressed",
         "the schedule needs more micro-batches": (
             f"a global batch of {work.global_batch} gives each of dp={family.dp} ranks too few micro-batches "
             f"for pp={family.pp}"
