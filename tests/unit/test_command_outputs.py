@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.placed import whole
 from meshwright.checkpoint.remote import Store
 from meshwright.checkpoint.save import save
-from meshwright.cli import calibrate as calibrate_verb
+from meshwright.cli import calibrate_machine as calibrating
 from meshwright.cli.main import main
 from meshwright.errors import InputError
 from meshwright.files import folder_problem
@@ -42,7 +42,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("the machine was measured")
 
-    monkeypatch.setattr(calibrate_verb, "measure", measured)
+    monkeypatch.setattr(calibrating, "calibrate", measured)
 
 
 def test_a_report_does_not_take_the_place_of_what_a_run_wrote(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
