@@ -41,7 +41,7 @@ def _settings(pairs: tuple[str, ...]) -> list[str]:
 def _command(job: Path, out: Path, workers: int, steps: int, pairs: tuple[str, ...]) -> list[str]:
     fixed = (
         f"train.steps={steps}", "checkpoint.every=1000000", "observe.one_device_steps=0", "batch.global_size=12",
-        "data.sequence_length=64", "optimizer.schedule=constant",
+        "data.sequence_length=64", "optimizer.schedule=constant", "optimizer.min_lr_ratio=0",
     )  # fmt: skip
     words = [sys.executable, "-m", "meshwright.cli.main", "train", str(job), "--out", str(out), "--json"]
     return [*words, "--layout", f"dp={workers}", *_settings((*fixed, *pairs))]

@@ -137,6 +137,7 @@ def train(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale, steps
         "batch.global_size": scale.tokens // scale.sequence,
         "optimizer.lr": scale.lr,
         "optimizer.schedule": "constant",
+        "optimizer.min_lr_ratio": 0,
         "optimizer.warmup_steps": max(1, scale.steps // 15),
         "checkpoint.every": steps,
         "observe.one_device_steps": 0,

@@ -14,6 +14,7 @@ from meshwright.cli.auto import settled_layout
 from meshwright.errors import InputError
 from meshwright.job.job import load_job
 from meshwright.job.layout import Layout
+from meshwright.job.sections import PrecisionSection
 
 
 def check(
@@ -63,7 +64,7 @@ def check(
         raise InputError("check: --cluster predicts times for --ledger; give both or neither")
     if dtype not in (None, "float64", "float32"):
         raise InputError(f"--dtype: {dtype!r} has no bound to hold; use float64 or float32")
-    settings = [*(overrides or []), *([f"precision.dtype={dtype}"] if dtype else [])]
+    settings = [*(overrides or []), *dtype_settings(dtype)]
     job = load_job(job_file, settings, layout)
     if job.auto:  # which matters only to what is proven of the job's own layout
         job = job.with_layout(Layout()) if layout is None else settled_layout(job, None, None, as_json).job
@@ -78,6 +79,15 @@ def check(
         failed = sum(not result.passed for result in results)
         console.print(f"{len(results) - failed} of {len(results)} passed", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)
+
+
+def dtype_settings(dtype: str | None) -> list[str]:
+    """Of the command line, for ``--dtype``: what only the job's own type uses goes back to its default."""
+    if dtype is None:
+        return []
+    fields = PrecisionSection.model_fields
+    scale = [f"precision.{key}={fields[key].default}" for key in fields if key.startswith("loss_scale_")]
+    return [f"precision.dtype={dtype}", *(scale if dtype != "float16" else [])]
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
+from meshwright.cli.check import dtype_settings
 from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import load_job
@@ -32,7 +33,7 @@ def compare_ledgers(
     as_json: bool,
 ) -> NoReturn:
     """Run the comparison that the options of ``check`` ask for, print it, and exit: 0 all agree, 1 not."""
-    settings = [*overrides, *([f"precision.dtype={dtype}"] if dtype else [])]
+    settings = [*overrides, *dtype_settings(dtype)]
     job = load_job(job_file, settings, layout)
     if job.sync.strategy == "server":
         raise InputError(

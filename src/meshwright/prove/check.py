@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job.batch_section import BatchSection
 from meshwright.job.job import Job
-from meshwright.job.sections import ModelSection
+from meshwright.job.sections import ModelSection, OptimizerSection, PrecisionSection
 from meshwright.job.validate import check_job
 from meshwright.prove.layout_run import Request, batch_source, run_layout
 from meshwright.prove.matrix import PROOF_SEQUENCE, Case, layout_cases, proof_spec, self_test_cases
@@ -63,16 +63,15 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
     settings: dict[str, Any] = (
         {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": 0.5}
         if optimizer == "sgd"
-        else {"name": "adamw", "lr": 1e-3, "eps": 1e-5, "momentum": 0.0, "weight_decay": 0.1, "clip_norm": None}
+        else {"name": "adamw", "lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "betas": job.optimizer.betas}
     )
-    settings.update(schedule="constant", warmup_steps=0)
     changed = job.model_copy(
         update={
             "model": ModelSection(**spec.model_dump()),
             "data": job.data.model_copy(update={"sequence_length": PROOF_SEQUENCE}),
             "batch": BatchSection(global_size=case.global_size),
-            "optimizer": job.optimizer.model_copy(update=settings),
-            "precision": job.precision.model_copy(update={"dtype": dtype}),
+            "optimizer": OptimizerSection(**settings),
+            "precision": PrecisionSection.model_validate({"dtype": dtype}),
             "layout": case.layout,
             "memory": job.memory.model_copy(update={"bucket_bytes": 1 << 18}),
             "sync": type(job.sync)(),
