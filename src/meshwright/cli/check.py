@@ -70,7 +70,7 @@ def check(
         job = job.with_layout(Layout()) if layout is None else settled_layout(job, None, None, as_json).job
     from meshwright.cli.check_proofs import run_proofs  # loads the whole program
 
-    console = Console(quiet=as_json)
+    console = Console(stderr=as_json)  # standard output is for the JSON object alone
     results = run_proofs(job, layout, matrix, self_test, dtype, max_ranks, steps, console)
     passed = bool(results) and all(result.passed for result in results)
     if as_json:

@@ -41,7 +41,7 @@ def compare_ledgers(
             "the closed form itself, in summary.json under servers"
         )
     machine = None if cluster is None else load_cluster(cluster)
-    console = Console(quiet=as_json)
+    console = Console(stderr=as_json)  # standard output is for the JSON object alone
     began = time.monotonic()
 
     def show(result: Agreement) -> None:
@@ -57,7 +57,8 @@ def compare_ledgers(
                 pools.setdefault(len(ranks), RankPool(len(ranks))), resolved, str(resolved.layout), ranks, machine
             )
             show(result)
-            _show_tables(console, result)
+            if not as_json:
+                _show_tables(console, result)
             results.append(result)
         if matrix is not None:
             results += check_ledgers(

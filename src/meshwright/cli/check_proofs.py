@@ -47,7 +47,7 @@ def run_proofs(
         results += check_reshard(job, dtype=proof_dtype, max_ranks=max_ranks, report=show)
     if self_test:
         results += check_self_test(job, max_ranks=max_ranks, report=show)
-    if not console.quiet:
+    if not console.stderr:
         console.print(_table(results))
     return results
 
