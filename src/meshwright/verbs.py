@@ -38,6 +38,7 @@ def plan(
     *,
     ranks: int | None = None,
     top: int = 10,
+    delayed: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the fastest layout that fits, its runners-up, and why the others were rejected.
@@ -47,6 +48,7 @@ def plan(
         cluster: on what: ``"512x8 A100-SXM4-80GB"``, a cluster file, or read already; absent: ``[cluster] machines``.
         ranks: how many devices to use; absent: ``[cluster] ranks``, or all.
         top: how many layouts to answer with.
+        delayed: try ``schedule=2bw`` too, which takes each gradient one update late.
         progress: told after each family: families done, families in all, layouts evaluated.
 
     Raises:
@@ -54,7 +56,7 @@ def plan(
     """
     from meshwright.plan.planner import plan as make_plan
 
-    return make_plan(_read(job), cluster, ranks=ranks, top=top, progress=progress)
+    return make_plan(_read(job), cluster, ranks=ranks, top=top, delayed=delayed, progress=progress)
 
 
 def train(
@@ -219,7 +221,8 @@ def for_fewer_ranks(job: Job, ranks: int) -> Job | None:
     from meshwright.recovery.shrink import fewer_ranks
 
     nearby = fewer_ranks(job, ranks)
-    if nearby is None or job.cluster.machines is None:
+    # The planner's choice would not take its gradients one update late, where the run does.
+    if nearby is None or job.cluster.machines is None or job.layout.delayed:
         return nearby
     try:
         found = plan(job, ranks=nearby.layout.ranks, top=1)

@@ -242,3 +242,18 @@ def test_under_torchrun_every_rank_leaves_when_the_first_refuses(
     assert process.returncode != 0
     assert f"--out: {out} is not empty (it has thesis.tex)" in errors
     assert os.listdir(out) == ["thesis.tex"]
+
+
+@pytest.mark.all
+def test_steps_that_overlap_come_to_the_same_wherever_they_are_drained(
+    begin: Callable[..., subprocess.Popen[str]], job: Path
+) -> None:
+    """Validation, checkpoints and a stop drain a 2BW pipeline; a run that only ends once comes to the same bits."""
+    words = ["--layout", "pp=2 schedule=2bw micro_batch=1", *settings("train.steps=14", "data.validation=0.2")]
+    drained = settings("train.eval_every=4", "checkpoint.every=3")
+    for name, legs in (("undrained", [[]]), ("drained", [[*drained, *settings("train.steps=10")], ["--resume"]])):
+        for leg in legs:
+            process = begin("train", job, "--out", job.parent / name, *words, *leg)
+            output, errors = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 0, output + errors
+    assert_same_bits(job.parent / "drained", job.parent / "undrained")

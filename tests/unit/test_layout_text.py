@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import InputError
-from meshwright.job.layout import Layout
+from meshwright.job.layout import Layout, Schedule
 from meshwright.job.layout_text import format_layout, parse_layout
 
 _COUNT = st.integers(1, 64)
@@ -21,7 +21,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "pp": _COUNT,
     "cp": _COUNT,
     "ep": _COUNT,
-    "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]),
+    "schedule": st.sampled_from(get_args(Schedule)),
     "virtual": _COUNT,
     "micro_batch": _COUNT,
     "recompute": st.one_of(
@@ -67,7 +67,7 @@ _KEYS = "dp, shard, tp, pp, cp, ep, zero, schedule, virtual, stages, micro_batch
         ("dp=2 zero=4", "zero=4 is not a ZeRO stage; use 0, 1, 2 or 3", 10),
         (
             "pp=2 schedule=1f1c",
-            "schedule=1f1c is not one of gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv, dualpipev; "
+            "schedule=1f1c is not one of gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv, dualpipev, 2bw; "
             "did you mean 1f1b?",
             14,
         ),

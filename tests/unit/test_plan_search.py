@@ -189,8 +189,8 @@ def test_simulation_agrees_with_itself_on_long_pipelines(monkeypatch: pytest.Mon
     cluster = load_cluster("2x8 A100-SXM4-80GB")
     work = Work(spec=preset("gpt3-6.7b"), sequence=1024, global_batch=16 * 4 * 4)
     layouts = Layouts.make(
-        dp=4, pp=4, schedule=np.arange(len(SCHEDULES)), virtual=[1, 1, 2, 2, 2, 2, 2], micro_batch=1, micro_batches=64,
-        last_fewer=1, zero=1,
+        dp=4, pp=4, schedule=np.arange(len(SCHEDULES)), virtual=[1, 1, 2, 2, 2, 2, 2, 1], micro_batch=1,
+        micro_batches=64, last_fewer=1, zero=1,
     )  # fmt: skip
     periodic = refine(work, cluster, layouts)
     monkeypatch.setattr("meshwright.plan.refine._PERIODIC_FROM", 1000)

@@ -209,6 +209,9 @@ def test_fewer_ranks_keep_what_they_can() -> None:
     smaller = fewer_ranks(job, 3)
     assert smaller is not None and (smaller.layout.dp, smaller.layout.tp, smaller.layout.ranks) == (1, 2, 2)
     assert fewer_ranks(small_job("dp=4"), 3).layout.dp == 3  # type: ignore[union-attr]
+    late = fewer_ranks(small_job("pp=4 schedule=2bw micro_batch=1"), 3)
+    assert late is not None and (late.layout.pp, late.layout.schedule) == (2, "2bw")
+    assert fewer_ranks(small_job("pp=2 schedule=2bw micro_batch=1"), 1) is None
     alone = fewer_ranks(small_job("pp=2 schedule=zbv"), 1)
     assert alone is not None and alone.layout.ranks == 1
 

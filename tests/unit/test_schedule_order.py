@@ -17,11 +17,12 @@ from meshwright.job.layout import LOOPED_SCHEDULES, V_SCHEDULES, Layout
 from meshwright.job.schedule_rules import micro_batch_rule
 from meshwright.parallel.pipeline import SCHEDULE_CLASSES
 from meshwright.schedule.needs import boundaries, leaves_after
-from meshwright.schedule.orders import SCHEDULES
 from meshwright.schedule.table import Action, Table, stages_of, table
 from meshwright.schedule.validate import validate
 
 Rows = list[list[Action]]
+SCHEDULES = tuple(SCHEDULE_CLASSES)
+"""Those that torch's runtime works off."""
 SMALL = [
     (schedule, pp, virtual, micro_batches)
     for schedule, pp, virtual, micro_batches in product(SCHEDULES, (2, 3, 4), (1, 2, 3), (*range(1, 9), 12))

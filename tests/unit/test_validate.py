@@ -174,7 +174,7 @@ def test_thirty_layers_on_four_stages() -> None:
     assert [len(stage) for stage in Layout(pp=4).stage_layers(30)] == [8, 8, 7, 7]
 
 
-_SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+_SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev", "2bw"]
 
 
 @given(

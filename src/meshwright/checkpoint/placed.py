@@ -11,8 +11,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.boxes import Box
 
-Role = Literal["parameter", "exp_avg", "exp_avg_sq", "momentum", "sync"]
-"""Parameter (the master value), AdamW's two moments, SGD's momentum; what synchronisation remembers."""
+Role = Literal["parameter", "exp_avg", "exp_avg_sq", "momentum", "previous", "sync"]
+"""Parameter (the master value), AdamW's two moments, SGD's momentum; the parameter before the last update, where
+gradients are one update late; what synchronisation remembers."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -37,6 +37,12 @@ def plan(
     ] = None,
     layout: Annotated[str | None, typer.Option(help='This layout alone: "dp=2 tp=2 zero=1"; auto: search.')] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = _TOP,
+    delayed: Annotated[
+        bool,
+        typer.Option(
+            "--delayed", help="Also try schedule=2bw: no bubble, but each gradient is one update late (PipeDream-2BW)."
+        ),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="The ledger of the layout, with the formula beside each number.")
     ] = False,
@@ -103,7 +109,7 @@ def plan(
     if compared:
         _compare(job, compared, cluster, console, as_json)
         return
-    found = _find(job, cluster, layout, top, as_json)
+    found = _find(job, cluster, layout, top, as_json, delayed=delayed)
     horizon = _horizon(found, days, job)
     explained = _explained(job, found, rank) if explain and found.layouts else None
     if as_json:
@@ -186,7 +192,9 @@ def _job(
     return job_from_values(values)
 
 
-def _find(job: Job, cluster: str | None, layout: str | None, top: int, quiet: bool) -> Plan:
+def _find(
+    job: Job, cluster: str | None, layout: str | None, top: int, quiet: bool, *, delayed: bool = False
+) -> Plan:
     """One layout's costs, or the search."""
     from meshwright.plan.planner import plan as search
     from meshwright.plan.planner import plan_layout
@@ -194,7 +202,7 @@ def _find(job: Job, cluster: str | None, layout: str | None, top: int, quiet: bo
     if layout is not None and not job.auto:
         return plan_layout(job, cluster)
     with search_progress(quiet) as report:
-        return search(job, cluster, top=top, progress=report)
+        return search(job, cluster, top=top, delayed=delayed, progress=report)
 
 
 @contextmanager

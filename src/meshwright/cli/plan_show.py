@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _FRONT_ROWS = 8
 _MOST_REJECTED = 24
+_DELAYED = (
+    "schedule=2bw does not train what the other schedules train: each gradient is taken at the parameters of one "
+    "update before. Parameters and gradients are there twice, and no rank waits at the end of a step"
+)
 
 
 def show_plan(console: Console, found: Plan, job: Job) -> None:
@@ -35,6 +39,8 @@ def show_plan(console: Console, found: Plan, job: Job) -> None:
         node = int(found.cluster.split()[0].split("x")[1])
         title = "fastest first" if found.fits else "closest to fitting"
         console.print(_layouts(title, found.layouts, node), soft_wrap=True)
+    if any(parse_layout(each.layout).delayed for each in found.layouts):
+        console.print(_DELAYED, highlight=False, soft_wrap=True)
     if found.placement:
         console.print(f"placement: {found.placement}", highlight=False, soft_wrap=True)
     if len(found.pareto) > 1:

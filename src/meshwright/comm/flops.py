@@ -92,6 +92,10 @@ class Flops:
         self._forwards: dict[int, int] = {}
         """FLOPs of a forward kernel by its log-sum-exp."""
 
+    def restart(self) -> None:
+        """Count from here; what forward passes were is kept for their backward passes."""
+        self.forward = self.backward = self.recompute = 0
+
     def computes(self) -> Computes:
         """The sums."""
         return Computes(forward=self.forward, backward=self.backward, recompute=self.recompute)

@@ -54,6 +54,14 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Enter long-lived state (the whole storages of ``tensors``) before the step; the first category stays."""
         self.storages.register(tensors, category)
 
+    def restart(self) -> None:
+        """Count from here: what was seen before was of a step that the next one overlaps."""
+        gc.collect()
+        self.traffic.counts.clear()
+        self.traffic.transport.clear()
+        self.flops.restart()
+        self.storages.restart()
+
     def __enter__(self) -> TrafficRecorder:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -48,6 +48,8 @@ class Storages:
         """What the step began with, and its bytes then."""
         self._events: list[tuple[_Held, int]] = []
         self._phase = "none"
+        self._overlapping = False
+        """Another step is under way at the beginning and at the end."""
 
     def register(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Enter the whole storages of long-lived ``tensors`` under ``category``; known ones stay what they are."""
@@ -55,9 +57,21 @@ class Storages:
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._enter(tensor.untyped_storage(), category, "setup", fixed=True)
 
+    def restart(self) -> None:
+        """The step begins only now: what is there is there from the beginning, as what it is.
+
+        All that lasts has been registered then; what else is there at the end belongs to the next step.
+        """
+        self.see((), "none")
+        self._before = [(held, held.nbytes) for held in self._live.values()]
+        self._events = []
+        self._overlapping = True
+
     def stop(self) -> None:
         """End the step: what is still there and was made in backward or by the optimizer is meant to last."""
         self.see((), "none")
+        if self._overlapping:
+            return
         for held in self._live.values():
             if not held.fixed and held.origin in _LASTING:
                 held.category = _LASTING[held.origin]

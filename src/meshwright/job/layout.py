@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev", "2bw"]
 Recompute = Literal["none", "selective", "full"]
 _Counts = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
 _Policies = Annotated[tuple[Recompute, ...], Field(strict=False)]
@@ -17,6 +17,8 @@ V_SCHEDULES: frozenset[str] = frozenset({"zbv", "dualpipev"})
 """Two virtual stages, folded back: stage ``s`` and stage ``2 * pp - 1 - s`` share a rank."""
 SPLIT_BACKWARD_SCHEDULES: frozenset[str] = frozenset({"zero-bubble", "zbv", "dualpipev"})
 """Schedules that run input and weight gradients apart."""
+DELAYED_SCHEDULES: frozenset[str] = frozenset({"2bw"})
+"""Schedules that do not end with the step: gradients are taken at the parameters of one update before."""
 
 
 class Layout(BaseModel):
@@ -78,6 +80,11 @@ class Layout(BaseModel):
         if self.pp > 1 and (self.schedule in LOOPED_SCHEDULES or self.schedule in V_SCHEDULES):
             return 2
         return 1
+
+    @property
+    def delayed(self) -> bool:
+        """Whether steps overlap, so that every gradient is one update late."""
+        return self.pp > 1 and self.schedule in DELAYED_SCHEDULES
 
     @property
     def stage_count(self) -> int:

@@ -47,19 +47,21 @@ def model_state_bytes(job: Job) -> list[int]:
     """Bytes of parameters, gradients and optimizer state on one rank of each pipeline rank.
 
     ZeRO (Rajbhandari et al., SC20): stage 1 shards the optimizer state, 2 also gradients, 3 also
-    parameters. 16-bit types keep float32 masters and gradients.
+    parameters. 16-bit types keep float32 masters and gradients. Where steps overlap all but the moments is there
+    twice (zero=0 and 1).
     """
     layout, optimizer = job.layout, job.optimizer
     parameter = DTYPE_BYTES[job.precision.dtype]
     wide = max(parameter, 4)
     moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
-    state = moments * wide + (wide if parameter < wide else 0)
+    versions = 2 if layout.delayed else 1
+    state = moments * wide + (versions * wide if parameter < wide else 0)
     totals = []
     for elements in pipeline_rank_elements(job.model_spec, layout):
         shard = -(-elements // layout.shard_degree)
         totals.append(
-            parameter * (shard if layout.zero >= 3 else elements)
-            + wide * (shard if layout.zero >= 2 else elements)
+            versions * parameter * (shard if layout.zero >= 3 else elements)
+            + versions * wide * (shard if layout.zero >= 2 else elements)
             + state * (shard if layout.zero >= 1 else elements)
         )
     return totals

@@ -62,7 +62,7 @@ def micro_batch_rule(schedule: str, pp: int, virtual: int, micro_batches: int) -
 
 def fewest_micro_batches(schedule: str, pp: int) -> int:
     """The smallest number of micro-batches the schedule runs with."""
-    return {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+    return {"1f1b": pp, "2bw": pp, "dualpipev": 2 * pp}.get(schedule, 1)
 
 
 def legal_micro_batches(schedule: str, pp: int, near: int) -> tuple[int, ...]:

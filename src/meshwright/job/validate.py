@@ -13,6 +13,7 @@ from meshwright.job.model_spec import ModelSpec
 from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
 from meshwright.job.sentences import either
 from meshwright.job.split import first_split
+from meshwright.job.validate_delayed import delayed_problems
 from meshwright.job.validate_less_often import apart
 from meshwright.job.validate_split import split_problems
 from meshwright.job.validate_sync import sync_problems
@@ -41,6 +42,7 @@ def problems(job: Job, ranks: int | None, ranks_from: str, purpose: str) -> list
     found += _sharding_problems(job)
     found += _mode_problems(job)
     found += sync_problems(job)
+    found += delayed_problems(job)
     if purpose == "train":
         found += _training_problems(job)
     if not found and job.cluster.memory_per_rank_bytes is not None:

@@ -171,27 +171,42 @@ class PipelineExecutor:
         """
         key = (len(batches), self._tokens(batches))
         if key not in self._prepared:
-            layout = self._layout
-            wrong = micro_batch_rule(layout.schedule, layout.pp, layout.virtual_stages, len(batches))
-            if wrong:
-                raise InputError(wrong)
+            self._refuse(len(batches))
             self._prepared = {key: self._build(*key)}
         return self._prepared[key]
 
     def _build(self, micro_batches: int, tokens: int) -> tuple[PipelineScheduleMulti, list[Stage]]:
+        stages: list[Any] = self._make_stages(micro_batches, tokens)
+        schedule = SCHEDULE_CLASSES[self._layout.schedule](stages, micro_batches, _the_output, scale_grads=False)
+        schedule._stages_forward_initialized = schedule._stages_backward_initialized = True
+        return schedule, stages
+
+    def make_stages(self, batches: Sequence[MicroBatch]) -> list[Stage]:
+        """This rank's stages on torch's runtime, for steps of such micro-batches.
+
+        Raises:
+            InputError: the schedule cannot run that number of micro-batches.
+        """
+        self._refuse(len(batches))
+        return self._make_stages(len(batches), self._tokens(batches))
+
+    def _refuse(self, micro_batches: int) -> None:
+        layout = self._layout
+        wrong = micro_batch_rule(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+        if wrong:
+            raise InputError(wrong)
+
+    def _make_stages(self, micro_batches: int, tokens: int) -> list[Stage]:
         layout = self._layout
         hidden = torch.empty(tokens, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
         splits = layout.schedule in SPLIT_BACKWARD_SCHEDULES
-        stages: list[Any] = [
+        return [
             Stage(
                 program, index, self._count, self._group, hidden, micro_batches, self._device, self._data_parallel,
                 split=splits and not self._recomputes_parameters(index),
             )
             for index, program in self._programs.items()
         ]  # fmt: skip
-        schedule = SCHEDULE_CLASSES[layout.schedule](stages, micro_batches, _the_output, scale_grads=False)
-        schedule._stages_forward_initialized = schedule._stages_backward_initialized = True
-        return schedule, stages
 
     def _recomputes_parameters(self, stage: int) -> bool:
         """Whether backward recomputes something that holds parameters, which each part would have to do anew."""

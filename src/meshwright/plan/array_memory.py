@@ -22,7 +22,7 @@ from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held, is_v, uneven_stages
+from meshwright.plan.stages import Held, held, is_delayed, is_v, uneven_stages
 from meshwright.schedule.in_flight_closed import in_flight_closed, stage_in_flight_closed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
@@ -176,14 +176,15 @@ def layer_passing(shape: Shape, layouts: Layouts, element: float) -> Floats:
 def _state(count: Floats, layouts: Layouts, rules: Rules) -> dict[str, Floats]:
     """Parameters (wide copies among them), gradients and moments."""
     zero, shard = layouts.zero, layouts.shard
+    versions = np.where(is_delayed(layouts), 2.0, 1.0)
     sharded = rules.parameter_bytes if rules.full_working_copy or not rules.master_bytes else 0.0
     whole = (zero < 2) | ((zero == 2) & rules.full_working_copy)
     working = np.where(whole, count, count / shard * (sharded / rules.parameter_bytes)) * rules.parameter_bytes
     owned = count / np.where(zero >= 1, shard, 1)
     gradients = count / np.where(zero >= rules.sharded_gradients_from, shard, 1)
     return {
-        "parameters": working + owned * rules.master_bytes,
-        "gradients": gradients * rules.gradient_bytes,
+        "parameters": versions * (working + owned * rules.master_bytes),
+        "gradients": versions * gradients * rules.gradient_bytes,
         "optimizer": owned * rules.moment_bytes,
     }
 

@@ -293,7 +293,7 @@ def _exposed(wanted: Floats, cover: Floats, part: float) -> Floats:
 
 
 _FILL = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "looped-bfs": 1.0,
-         "zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 1 / 3}  # fmt: skip
+         "zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 1 / 3, "2bw": 0.0}  # fmt: skip
 """Bubble over 1F1B's, at forward = input gradient = weight gradient; loops divide it by the stages a rank."""
 
 

@@ -22,7 +22,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+SCHEDULES: tuple[Schedule, ...] = (
+    "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev", "2bw",
+)  # fmt: skip
 """``Layouts.schedule`` counts in this order."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """``Layouts.recompute`` counts in this order."""

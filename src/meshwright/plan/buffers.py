@@ -90,6 +90,8 @@ class _Step:
         """From the first forward pass to the optimizer."""
         if self.layout.pp == 1:
             self._alone()
+        elif self.layout.delayed:
+            self._overlapping()
         else:
             self._pipeline()
         self._finish()
@@ -136,6 +138,22 @@ class _Step:
             elif kind == "W" and split:
                 left[number] -= 1
                 self._weights(walk, micro_batch, last=left[number] == 0)
+
+    def _overlapping(self) -> None:
+        """A steady step where steps overlap: it begins with micro-batches of the one before in flight."""
+        layout, place, tape = self.layout, self.place, self.tape
+        pp, count, boundary = place.coordinates.pp, place.micro_batches, place.boundary_bytes
+        posted = receives(layout.schedule, layout.pp, 1, count)[pp]
+        walk, ahead = self.stages[pp], layout.pp - 1 - pp
+        for _ in range(ahead):
+            tape.use(boundary if pp else 0)
+            walk.forward(again=False)
+        tape.restart()
+        for micro_batch in range(count):
+            tape.use(boundary * len(posted[2 * micro_batch]))
+            walk.forward(again=False)
+            tape.use(boundary * len(posted[2 * micro_batch + 1]))
+            self._backward(walk, last=micro_batch == (ahead - 1) % count)
 
     def _weights(self, walk: StageWalk, micro_batch: int, *, last: bool) -> None:
         flight = None
@@ -202,7 +220,8 @@ class _Step:
 def _batches(job: Job, place: Place) -> int:
     """The step's micro-batches: tokens, labels, positions (documents, if masked) and example numbers, 64 bits each."""
     fields = 4 if job.data.document_mask else 3
-    return place.micro_batches * 8 * (fields * place.tokens + place.rows)
+    under_way = job.layout.pp - 1 - place.coordinates.pp if job.layout.delayed else 0
+    return (place.micro_batches + under_way) * 8 * (fields * place.tokens + place.rows)
 
 
 def _numbers(job: Job, place: Place) -> int:

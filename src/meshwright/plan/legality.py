@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.job.job import Job
-from meshwright.job.layout import LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
+from meshwright.job.layout import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from meshwright.job.schedule_rules import ROUND_SCHEDULES
 from meshwright.job.validate_less_often import apart
 from meshwright.plan.arrays import SCHEDULES, Bools, Layouts, Work
@@ -38,13 +38,15 @@ RULES: tuple[str, ...] = (
     "workers of servers need tp=1, pp=1 and zero=0",
     "replicas that train apart must be at least two",
     "compression needs dp of at least 2",
+    "two versions of the parameters need zero below 2",
+    "two versions of the parameters need an untied embedding, no float16, no compile and plain sums",
 )
 """``first_broken_rule`` counts in this order; 0 is legal."""
 
 
 @dataclass(frozen=True)
 class Modes:
-    """What a job asks for besides the work that forbids some layouts."""
+    """What a job asks for besides the work that forbids or adds some layouts."""
 
     deterministic: bool = False
     compile: bool = False
@@ -52,6 +54,13 @@ class Modes:
     apart: bool = False
     """Replicas meet now and then."""
     compressed: bool = False
+    delayed: bool = False
+    """Search schedules that take each gradient one update late, too: they train another model."""
+
+    @property
+    def unlike(self) -> bool:
+        """Gradients are not plainly summed in every step."""
+        return self.servers or self.apart or self.compressed
 
     @classmethod
     def of(cls, job: Job) -> Modes:
@@ -70,9 +79,10 @@ def _is(names: frozenset[str]) -> NDArray[np.bool_]:
 
 
 _LOOPED, _FOLDED = _is(LOOPED_SCHEDULES), _is(V_SCHEDULES)
+_DELAYED = _is(DELAYED_SCHEDULES)
 _SPLIT, _ROUNDS = _is(SPLIT_BACKWARD_SCHEDULES), _is(ROUND_SCHEDULES)
 _PLAIN_SCHEDULE = SCHEDULES.index("1f1b")
-_FEWEST_IN_PP = np.array([{"1f1b": 1, "dualpipev": 2}.get(schedule, 0) for schedule in SCHEDULES])
+_FEWEST_IN_PP = np.array([{"1f1b": 1, "2bw": 1, "dualpipev": 2}.get(schedule, 0) for schedule in SCHEDULES])
 """Fewest micro-batches of a schedule, in pipeline ranks; 0: one will do."""
 
 
@@ -86,6 +96,7 @@ def broken_rules(work: Work, layouts: Layouts, modes: Modes = Modes()) -> dict[i
     virtual = np.where(piped, each.virtual, 1)
     stages = np.where(piped, each.pp * virtual, 1)
     looped, folded, split = _LOOPED[each.schedule], _FOLDED[each.schedule], _SPLIT[each.schedule]
+    delayed = piped & _DELAYED[each.schedule]
     rounds = np.maximum(1, each.micro_batches // each.pp)
     sharded = each.shard < each.dp
     wrong_stages = np.where(folded, virtual != 2, ~looped & (virtual != 1))
@@ -109,6 +120,8 @@ def broken_rules(work: Work, layouts: Layouts, modes: Modes = Modes()) -> dict[i
         17: modes.servers & ((each.tp > 1) | piped | (each.zero > 0)),
         18: modes.apart & np.where(each.zero > 0, ~sharded, each.dp < 2),
         19: modes.compressed & (each.dp < 2),
+        20: delayed & (each.zero >= 2) & (each.shard > 1),
+        21: delayed & (spec.tied or work.dtype == "float16" or modes.compile or modes.unlike),
     }
 
 

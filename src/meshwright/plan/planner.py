@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -14,6 +15,7 @@ from meshwright.job.grid import rank_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import parse_layout
+from meshwright.job.validate_delayed import delayed_problems
 from meshwright.plan.answer import Plan, PlannedLayout
 from meshwright.plan.arrays import (
     BINDINGS,
@@ -45,6 +47,7 @@ def plan(
     *,
     ranks: int | None = None,
     top: int = 10,
+    delayed: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the fastest layout that fits.
@@ -54,17 +57,23 @@ def plan(
         cluster: on what: ``NODESxDEVICES NAME``, a cluster file, or read already; absent: ``[cluster] machines``.
         ranks: how many devices to use; absent: ``cluster.ranks``, or all (of shared processors: one a core).
         top: how many layouts to answer with.
+        delayed: try ``schedule=2bw`` too, which takes each gradient one update late.
         progress: told how far the search is.
 
     Raises:
-        InputError: the model cannot be planned, or nothing says which machines there are.
+        InputError: the model cannot be planned, or nothing says which machines there are; or the job does not go with
+            what ``delayed`` asks for.
     """
     machines = cluster_of(job, cluster, ranks)
     if ranks is None and job.cluster.ranks is None:
         machines = one_rank_a_core(machines)
     check_plannable(job)
+    wrong = [*delayed_problems(job.with_layout(Layout(pp=2, schedule="2bw")))] if delayed else []
+    if wrong:
+        raise InputError("\n".join(wrong))
     work = Work.of(job)
-    space = Space(work, machines.devices, machines.devices_per_node, Modes.of(job))
+    modes = replace(Modes.of(job), delayed=delayed)
+    space = Space(work, machines.devices, machines.devices_per_node, modes)
     began = time.monotonic()
     outcome = search(space, machines, progress=progress)
     return _answer(job, work, machines, outcome, began, top)

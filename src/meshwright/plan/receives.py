@@ -1,7 +1,8 @@
 """When a pipeline rank begins to receive: the buffer of a receive is there from then on.
 
-A receive is put behind what its rank has already been given to do when the sender's turn comes, going round the ranks
-and giving each one action at a time, if what it needs has arrived.
+On torch's runtime a receive is put behind what its rank has already been given to do when the sender's turn comes,
+going round the ranks and giving each one action at a time, if what it needs has arrived. Where steps overlap
+(``parallel/continuous.py``) it is posted one computation early.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from meshwright.job.layout import DELAYED_SCHEDULES
 from meshwright.schedule.table import Action, Table, table
 
 Receives = tuple[tuple[tuple[bool, int], ...], ...]
@@ -18,8 +20,21 @@ Receives = tuple[tuple[tuple[bool, int], ...], ...]
 @lru_cache(maxsize=64)
 def receives(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[Receives, ...]:
     """For each pipeline rank."""
+    if schedule in DELAYED_SCHEDULES:
+        return tuple(_one_computation_early(pp, rank, micro_batches) for rank in range(pp))
     order = table(schedule, pp, virtual, micro_batches)
     return _Rounds(order).run()
+
+
+def _one_computation_early(pp: int, rank: int, micro_batches: int) -> Receives:
+    """Where steps overlap, of a steady step: before each computation, what the next of the other direction takes in."""
+    inputs, gradients = rank > 0, rank < pp - 1
+    posted: list[tuple[tuple[bool, int], ...]] = []
+    for micro_batch in range(micro_batches):
+        first = inputs and micro_batch == 0
+        posted.append(((False, rank),) * first + ((True, rank),) * gradients)
+        posted.append(((False, rank),) * (inputs and micro_batch + 1 < micro_batches))
+    return (*posted, ())
 
 
 class _Rounds:

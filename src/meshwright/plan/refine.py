@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.job.cluster import ClusterSpec
+from meshwright.job.layout import DELAYED_SCHEDULES
 from meshwright.plan.array_time import MicroBatchSeconds, pass_time
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Evaluation, Floats, Layouts, Work, stage_counts
 from meshwright.plan.collectives import Network
@@ -60,6 +61,8 @@ def _pipeline(work: Work, layouts: Layouts, index: int, passes: MicroBatchSecond
         return simulate(run, forward, given, weight, send, sends=sends).makespan
 
     fewer = _PERIODIC_FROM * pp
+    if schedule in DELAYED_SCHEDULES:  # a step between others: all the time as in the middle of a long one
+        return (makespan(2 * fewer) - makespan(fewer)) * count / fewer
     if count % pp or count <= fewer + pp:
         return makespan(count)
     first, second = makespan(fewer), makespan(fewer + pp)

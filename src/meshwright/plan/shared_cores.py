@@ -31,7 +31,7 @@ from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
 from meshwright.plan.measured import MeasuredCollectives
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held
+from meshwright.plan.stages import Held, held, is_delayed
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
 _SPLIT = [SCHEDULES.index(name) for name in SCHEDULES if name in SPLIT_BACKWARD_SCHEDULES]
@@ -214,7 +214,8 @@ class _Step:
         slowest, which = whole.max(0), whole.argmax(0)
         step = m * slowest + (total - slowest) * fill_factor(layouts)
         group = self.here / np.minimum(layouts.pp, self.here)
-        shared = (group * m * total + self._idle(group) * total / layouts.pp) / cores
+        idle = np.where(is_delayed(layouts), 0.0, self._idle(group))
+        shared = (group * m * total + idle * total / layouts.pp) / cores
         step = np.where(self.here > cores, np.maximum(step, shared), step)
         parts = m * np.choose(which, rows) * np.minimum(turns, step / (m * slowest))
         names = ("forward", "backward", "recompute", "tp", "pp")

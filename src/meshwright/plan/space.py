@@ -5,7 +5,8 @@ lists: the pipeline's program (schedule, virtual stages, layers the last stage g
 ZeRO stage with its shard degree, the recomputation, and the order of the axes over the devices of a node. Layouts
 are numbered through, and numbers become columns by arithmetic: nothing here loops over layouts.
 
-Left out, since each does exactly what another layout does:
+A schedule that takes each gradient one update late (``2bw``) changes what is trained, so it is tried only where that
+was asked for. Left out, since each does exactly what another layout does:
 
 * one virtual stage under ``interleaved`` and ``looped-bfs`` (``1f1b`` and ``gpipe``);
 * ZeRO over one rank, and shard degree 1 (``zero=0``);
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.job.layout import V_SCHEDULES
+from meshwright.job.layout import DELAYED_SCHEDULES, V_SCHEDULES
 from meshwright.plan.arrays import ORDERS, RECOMPUTES, SCHEDULES, Ints, Layouts, Work, axis_strides
 from meshwright.plan.legality import RULES, Modes, first_broken_rule
 
@@ -108,6 +109,8 @@ class Space:
             return np.array([[SCHEDULES.index("1f1b"), 1, 0]])
         rows = []
         for number, schedule in enumerate(SCHEDULES):
+            if schedule in DELAYED_SCHEDULES and not self.modes.delayed:
+                continue
             for virtual in self._virtual(schedule, family.pp):
                 most = min(self.work.spec.layers // (family.pp * virtual), self.head_in_layers())
                 rows += [[number, virtual, fewer] for fewer in range(most + 1)]

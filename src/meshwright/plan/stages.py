@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.job.layout import V_SCHEDULES
+from meshwright.job.layout import DELAYED_SCHEDULES, V_SCHEDULES
 from meshwright.plan.arrays import SCHEDULES, Bools, Floats, Ints, Layouts
 from meshwright.plan.shape import Value
 
+_DELAYED_CODES = [SCHEDULES.index(name) for name in SCHEDULES if name in DELAYED_SCHEDULES]
 _V_CODES = [SCHEDULES.index(name) for name in SCHEDULES if name in V_SCHEDULES]
 
 
@@ -25,6 +26,11 @@ class Held:
     layers: Floats
     embedding: Bools
     head: Bools
+
+
+def is_delayed(layouts: Layouts) -> Bools:
+    """Layouts whose schedule lets steps overlap, so that parameters and gradients are there twice."""
+    return np.isin(layouts.schedule, _DELAYED_CODES) & (layouts.pp > 1)
 
 
 def is_v(layouts: Layouts) -> Bools:

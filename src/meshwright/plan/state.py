@@ -9,7 +9,8 @@ training, otherwise ``p``), over ``s`` shards and ``c`` copies of each:
     ZeRO-2, 3     w G / s                             w G / s        2 w (N / s)
 
 ``N`` are the rank's elements, ``n`` those of its buckets (each padded to a multiple of s c elements), ``G`` those of
-its groups (each tensor padded to a multiple of s rows). ``N / s`` is exactly what is owned, no padding. What ZeRO-2
+its groups (each tensor padded to a multiple of s rows). Where steps overlap (``schedule=2bw``) parameters and gradients
+are there twice. ``N / s`` is exactly what is owned, no padding. What ZeRO-2
 and 3 gather for forward and backward comes and goes within a step: temporary.
 """
 
@@ -281,7 +282,19 @@ def parameter_bytes(job: Job, place: Place) -> list[Amount]:
         kept = sum(bucket.chunk * bucket.times for bucket in flat if bucket.owned)
         text = f"{w} bytes x {kept:,} elements: 1/{divided.shards} of each bucket"
         amounts.append(Amount("masters", text, w * kept))
-    return amounts
+    return _of_all_versions(job, amounts)
+
+
+def versions(job: Job) -> int:
+    """How often a rank holds its parameters and the buffers of their gradients: twice where steps overlap."""
+    return 2 if job.layout.delayed else 1
+
+
+def _of_all_versions(job: Job, amounts: list[Amount]) -> list[Amount]:
+    count = versions(job)
+    if count == 1:
+        return amounts
+    return [Amount(one.quantity, f"{count} versions x {one.formula}", count * one.value) for one in amounts]
 
 
 def gradient_bytes(job: Job, place: Place) -> list[Amount]:
@@ -298,7 +311,7 @@ def gradient_bytes(job: Job, place: Place) -> list[Amount]:
         pieces = size // divided.degree
         text = f"{w} bytes x {pieces:,} elements: 1/{divided.degree} of each bucket, summed in order"
         amounts.append(Amount("sums in batch order", text, w * pieces))
-    return amounts
+    return _of_all_versions(job, amounts)
 
 
 def _last_reductions(job: Job, place: Place, divided: Division) -> Iterator[Amount]:
@@ -354,7 +367,7 @@ def lane_bytes(job: Job, place: Place) -> int:
     """Bytes of the rows in which the optimizer updates the ends of its ranges (temporary, there all the time).
 
     One row of ``LANES`` elements for the values, the gradients and each moment, for every owned range whose size is
-    not a multiple of ``LANES``.
+    not a multiple of ``LANES``; each version of the parameters has its own.
     """
     tails = sum(unit.times for unit in units(job, place) for piece in unit.ranges() if piece.count % LANES)
-    return (2 + moments(job.optimizer)) * LANES * tails * place.wide_bytes
+    return versions(job) * (2 + moments(job.optimizer)) * LANES * tails * place.wide_bytes

@@ -85,6 +85,10 @@ class Tape:
         self.kept += times * stretch.kept
         self.used += times * stretch.used
 
+    def restart(self) -> None:
+        """Look for the highest moments from here on; the levels stay."""
+        self.most_kept, self.most_used, self.peak = self.kept, self.used, (self.kept, self.used)
+
     def stretch(self) -> Stretch:
         """Everything so far, of a tape that started at zero."""
         return Stretch(self.kept, self.used, self.most_kept, self.most_used, self.peak)

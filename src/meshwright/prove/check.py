@@ -112,7 +112,7 @@ class Prover:
         key = repr(
             (
                 (job.model_spec, job.optimizer, job.precision, job.batch.global_size, job.train.seed),
-                (request.samples, request.steps, request.gradient_steps),
+                (request.samples, request.steps, request.gradient_steps, job.layout.delayed),
             )
         )
         if request.samples is None or key not in self._oracles:
@@ -122,6 +122,7 @@ class Prover:
                 request.steps,
                 gradient_steps=request.gradient_steps,
                 init_from=job.model.init_from,
+                delayed=job.layout.delayed,
             )
             if request.samples is None:
                 return trace

@@ -18,6 +18,7 @@ from meshwright.prove.parity import Trace, assemble, to_numpy
 from meshwright.prove.planted import Plant, plant
 from meshwright.prove.pool import RankPool
 from meshwright.prove.proof_data import ProofSamples, proof_batches
+from meshwright.train.delayed import make_trainer
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import prepare_determinism
@@ -56,7 +57,7 @@ def train_on_rank(request: Request) -> RankTrace:
     prepare_determinism(request.job)
     trace = RankTrace()
     with Mesh(request.job.layout) as mesh:
-        trainer = Trainer(request.job, mesh)
+        trainer = make_trainer(request.job, mesh)
         if request.planted is not None:
             plant(request.planted, trainer)
 
@@ -68,9 +69,9 @@ def train_on_rank(request: Request) -> RankTrace:
         trainer.after_reduction.append(keep_gradients)
         batches_of = batch_source(request, mesh)
         for step in range(request.steps):
-            report = trainer.step(batches_of(step))
-            trace.losses.append(report.loss)
-            trace.norms.append(report.gradient_norm)
+            for report in trainer.advance(batches_of(step), drain=step == request.steps - 1):
+                trace.losses.append(report.loss)
+                trace.norms.append(report.gradient_norm)
         trace.parameters = boxes(trainer, trainer.owned, lambda piece: piece.master)
     return trace
 

@@ -27,8 +27,8 @@ from meshwright.prove.matrix import Case, layout_cases
 from meshwright.prove.pool import RankPool
 from meshwright.prove.proof_data import ProofSamples, proof_batches
 from meshwright.prove.trace import trace
+from meshwright.train.delayed import make_trainer
 from meshwright.train.measured import LedgerRecorder
-from meshwright.train.trainer import Trainer
 from meshwright.train.worker import prepare_determinism
 
 COUNTED_STEP = 3
@@ -118,7 +118,7 @@ def measure_on_rank(job: Job) -> str:
         job.model_spec.vocabulary, job.data.sequence_length, seed=job.train.seed, masked=job.data.document_mask
     )
     with Mesh(layout) as mesh:
-        trainer = Trainer(job, mesh)
+        trainer = make_trainer(job, mesh)
         counted = steady_step(job, COUNTED_STEP)
         recorder = LedgerRecorder(trainer, None, first_step=counted)
         for step in range(counted + 1):
@@ -132,7 +132,9 @@ def measure_on_rank(job: Job) -> str:
                         dp_rank=mesh.coordinate("dp"),
                         dp=mesh.degree("dp"),
                     )
-                trainer.step(batches)
+                trainer.advance(batches, drain=False)
+        trainer.drain()
+        recorder.gather()
     assert recorder.ledger is not None
     return recorder.ledger.to_json() if mesh.rank == 0 else ""
 

@@ -10,6 +10,7 @@ from meshwright.job.layout_text import parse_layout
 from meshwright.job.model_spec import ModelSpec
 
 PROOF_LAYERS, PROOF_HIDDEN, PROOF_SEQUENCE, PROOF_VOCABULARY, PROOF_HEADS = 8, 64, 64, 97, 4
+# Those that train what one device trains; 2bw is held against one device that takes its gradients one update late.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 
 
@@ -54,7 +55,7 @@ def self_test_cases(max_ranks: int = 4) -> list[Case]:
     """One case of each kind of layout, for planted errors."""
     texts = [
         "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=4 shard=2 zero=3", "tp=2",
-        *[f"pp=2 schedule={schedule} micro_batch=1" for schedule in SCHEDULES],
+        *[f"pp=2 schedule={schedule} micro_batch=1" for schedule in (*SCHEDULES, "2bw")],
         "dp=2 tp=2", "dp=2 pp=2 zero=1 micro_batch=1", "tp=2 pp=2 micro_batch=1", "dp=2 tp=2 pp=2 zero=2 micro_batch=1",
     ]  # fmt: skip
     return [case for text in texts if (case := _case(text, micro_batch=2)).layout.ranks <= max_ranks]
@@ -84,6 +85,7 @@ def _tensor_and_pipeline() -> Iterator[Case]:
     for pp in (2, 4):
         for schedule in SCHEDULES:
             yield _case(f"pp={pp} schedule={schedule}")
+        yield _case(f"pp={pp} schedule=2bw", label=f"pp={pp}, every gradient one update late (2bw)")
     yield _case("pp=2 stages=5,3", label="pp=2, uneven stages 5,3")
     yield _case("pp=4 stages=1,3,3,1", label="pp=4, uneven stages 1,3,3,1")
     yield _case("pp=2 schedule=interleaved stages=3,1,2,2", label="pp=2, interleaved, uneven stages 3,1,2,2")
@@ -100,6 +102,8 @@ def _products() -> Iterator[Case]:
     yield _case("tp=2 pp=2 schedule=zbv")
     yield _case("tp=2 pp=2 schedule=zero-bubble")
     yield _case("tp=4 pp=2", kv_heads=4)
+    yield _case("tp=2 pp=2 schedule=2bw")
+    yield _case("dp=2 pp=2 schedule=2bw zero=1")
     yield _case("dp=2 pp=4 schedule=interleaved zero=1 virtual=2")
     yield _case("dp=2 tp=2 placement=3,1,2,0", label="dp=2 tp=2, ranks placed 3,1,2,0", micro_batch=2)
 

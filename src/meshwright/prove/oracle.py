@@ -40,6 +40,7 @@ class Oracle:
         momentum: SGD's.
         weight_decay: decoupled, on 2-D parameters only.
         clip_norm: largest global gradient norm, or None.
+        delayed: forward and backward use the masters of one update before.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Oracle:
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
+        delayed: bool = False,
     ) -> None:
         masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self.model, self.masters = model.to(dtype), masters
@@ -61,7 +63,7 @@ class Oracle:
         self.parameters = dict(model.named_parameters())
         self.first = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.second = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.updates = 0
+        self.updates, self.delayed = 0, delayed
 
     def gradients(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor]]:
         """Loss per valid token, and its gradients: one micro-batch after the other, added in their order."""
@@ -86,11 +88,12 @@ class Oracle:
         if self.clip_norm is not None and norm > self.clip_norm:
             factor = self.clip_norm / norm
         self.updates += 1
+        next_used = {name: master.clone() for name, master in self.masters.items()} if self.delayed else self.masters
         for name, gradient in gradients.items():
             self._update(name, gradient * factor, learning_rate)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self.masters[name])
+                parameter.copy_(next_used[name])
         return loss, norm, gradients
 
     def _update(self, name: str, gradient: Tensor, learning_rate: float) -> None:
@@ -173,6 +176,7 @@ def train_one_device(
     *,
     gradient_steps: int = 0,
     init_from: str | Path | None = None,
+    delayed: bool = False,
 ) -> Trace:
     """Train ``steps`` steps of the job on one device.
 
@@ -182,6 +186,7 @@ def train_one_device(
         steps: how many.
         gradient_steps: keep the gradients (before clipping) of this many first steps.
         init_from: Hugging Face folder or checkpoint to start from.
+        delayed: take every gradient one update late, ``W_{t+1} = W_t - update(gradient at W_{t-1})``, ``W_{-1} = W_0``.
 
     Returns:
         Losses, gradient norms, kept gradients and final parameters, by full logical name.
@@ -196,6 +201,7 @@ def train_one_device(
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
         clip_norm=settings.clip_norm,
+        delayed=delayed,
     )
     trace = Trace()
     for step in range(steps):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from meshwright.data.batch import Batch
 from meshwright.data.packing import IGNORE
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
+from meshwright.train.delayed import DelayedTrainer
 from meshwright.train.trainer import Trainer
 
 Plant = Literal["scaled-gradient", "dropped-token", "doubled-gradient", "skipped-layer"]
@@ -38,29 +39,41 @@ def plant(kind: Plant, trainer: Trainer) -> None:
 def _scale_gradient(trainer: Trainer) -> None:
     if trainer.mesh.coordinate("dp") != trainer.mesh.degree("dp") - 1:
         return
-    for module in trainer.stages.values():
+    for module in _modules(trainer):
         if module.last:
             # The value stays, the slope is off: the reported loss cannot give it away.
             module.register_forward_hook(lambda _module, _inputs, loss: loss + SCALE * (loss - loss.detach()))
 
 
+def _modules(trainer: Trainer) -> list[StageModel]:
+    return [module for version in trainer.versions for module in version.stages.values()]
+
+
 def _drop_token(trainer: Trainer) -> None:
-    original = trainer.executor.run
     if trainer.mesh.coordinate("dp") != 0:
         return
+    if isinstance(trainer, DelayedTrainer):
+        feed = trainer.pipeline.feed
+        trainer.pipeline.feed = lambda version, batches, divisor: feed(  # type: ignore[method-assign]
+            version, _without_one_token(batches), divisor
+        )
+        return
+    run = trainer.executor.run
+    trainer.executor.run = lambda batches, divisor: run(  # type: ignore[method-assign]
+        _without_one_token(batches), divisor
+    )
 
-    def run(batches: list[Batch], divisor: float) -> list[Tensor | None]:
-        changed = list(batches)
-        for index, batch in enumerate(batches):
-            where = (batch.labels != IGNORE).nonzero()
-            if len(where):
-                labels = batch.labels.clone()
-                labels[tuple(where[0].tolist())] = IGNORE
-                changed[index] = Batch(batch.tokens, labels, batch.positions, batch.documents, batch.examples)
-                break
-        return original(changed, divisor)
 
-    trainer.executor.run = run  # type: ignore[method-assign]
+def _without_one_token(batches: Sequence[Any]) -> list[Batch]:
+    changed = list(batches)
+    for index, batch in enumerate(batches):
+        where = (batch.labels != IGNORE).nonzero()
+        if len(where):
+            labels = batch.labels.clone()
+            labels[tuple(where[0].tolist())] = IGNORE
+            changed[index] = Batch(batch.tokens, labels, batch.positions, batch.documents, batch.examples)
+            break
+    return changed
 
 
 def _double_gradient(trainer: Trainer) -> None:
@@ -74,7 +87,7 @@ def _double_gradient(trainer: Trainer) -> None:
 
 def _skip_layer(trainer: Trainer) -> None:
     middle = trainer.job.model_spec.layers // 2
-    for module in trainer.stages.values():
+    for module in _modules(trainer):
         block = _block(module, middle)
         if block is not None:
             # The layer still takes part (gradients exist, collectives match) but adds next to nothing.

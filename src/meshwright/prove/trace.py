@@ -29,6 +29,7 @@ from meshwright.job.steady import steady_step
 from meshwright.ledger.ledger import Ledger, RankLedger
 from meshwright.parallel.pipeline import PipelineExecutor
 from meshwright.prove.no_values import NoValues
+from meshwright.train.delayed import make_trainer
 from meshwright.train.measured import instruments_for
 from meshwright.train.trainer import Trainer
 
@@ -58,19 +59,23 @@ def _trace_rank(job: Job, rank: int) -> RankLedger:
     micro_batches = micro_steps(job.batch.global_size, layout.micro_batch, layout.dp)
     uncompiled = job.train.model_copy(update={"compile": False})
     with _alone_as(rank, layout.ranks), Mesh(layout) as mesh, FakeTensorMode():
-        trainer = Trainer(job.model_copy(update={"train": uncompiled}), mesh, abstract=True)
+        trainer = make_trainer(job.model_copy(update={"train": uncompiled}), mesh, abstract=True)
         with NoValues():
             _do_first_things(trainer, job, micro_batches)
             trainer.step_number = steady_step(job, 1) - 1
             instruments = instruments_for(trainer)
-            with instruments.counting():
-                trainer.step(_batches(job, micro_batches))
+            with instruments.counting() as recorder:
+                if job.layout.delayed:
+                    # A steady step begins while the one before is under way.
+                    trainer.advance(_batches(job, micro_batches), drain=False)
+                    recorder.restart()
+                trainer.advance(_batches(job, micro_batches), drain=False)
         return instruments.entry()
 
 
 def _do_first_things(trainer: Trainer, job: Job, micro_batches: int) -> None:
     """What the first step does besides what every step does, so that the next one is a steady one."""
-    if isinstance(trainer.executor, PipelineExecutor):
+    if isinstance(trainer.executor, PipelineExecutor) and not job.layout.delayed:
         trainer.executor.prepare(_batches(job, micro_batches))
     if job.layout.zero >= 2 and job.layout.shard_degree > 1:
         # The first forward pass makes FSDP2's gather buffers; the last line frees them again.

@@ -24,6 +24,8 @@ def fewer_ranks(job: Job, ranks: int) -> Job | None:
     order = sorted(candidates, key=lambda c: (-c[0] * c[1] * c[2], layout.tp - c[1] + layout.pp - c[2], -c[1], -c[2]))
     for dp, tp, pp in order:
         changes: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "shard": None, "placement": None, "stages": None}
+        if pp == 1 and layout.delayed:
+            continue  # it would no longer take its gradients one update late: another recursion
         if pp == 1:
             changes |= {"schedule": "1f1b", "virtual": None}
         if dp == 1:

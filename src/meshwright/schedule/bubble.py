@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.schedule.in_flight_closed import schedule_numbers
-from meshwright.schedule.orders import DUALPIPEV, ZBV, ZERO_BUBBLE
+from meshwright.schedule.orders import DUALPIPEV, TWO_BW, ZBV, ZERO_BUBBLE
 
 
 def bubble(
@@ -22,6 +22,7 @@ def bubble(
         zero-bubble                            (pp-1) max(F + I - W, F, I)
         zbv                                    max((pp-1) max(F, I), max(F, I) + (pp-2) W, 2 (pp-1) (I - W))
         dualpipev                              max((pp-1) (2F + max(0, I - W)), (pp-2) F + (pp-1) (2I - W))
+        2bw                                    0, of every step between the first and the last
 
     Exact for ``F <= I``, ``W <= I`` and micro-batches in whole rounds of ``pp``, at least ``2 pp`` of them. DualPipeV's
     is that of torch's runtime, which runs a forward and a backward that are meant to overlap one after the other and
@@ -46,6 +47,6 @@ def _bubble(code: Any, hops: Any, f: Any, i: Any, w: Any) -> NDArray[np.float64]
     longer, more = np.maximum(f, i), np.maximum(0.0, i - w)
     folded = np.maximum(np.maximum(hops * longer, longer + (hops - 1) * w), 2 * hops * more)
     paired = np.maximum(hops * (2 * f + more), (hops - 1) * f + hops * (2 * i - w))
-    forms = [(ZERO_BUBBLE, hops * np.maximum(f + more, i)), (ZBV, folded), (DUALPIPEV, paired)]
+    forms = [(ZERO_BUBBLE, hops * np.maximum(f + more, i)), (ZBV, folded), (DUALPIPEV, paired), (TWO_BW, 0.0 * f)]
     found = np.select([code == number for number, _ in forms], [form for _, form in forms], hops * (f + i + w))
     return np.asarray(np.where(hops > 0, found, 0.0), np.float64)

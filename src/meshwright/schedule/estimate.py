@@ -17,6 +17,7 @@ from meshwright.schedule.orders import (
     INTERLEAVED,
     LOOPED_BFS,
     ONE_F_ONE_B,
+    TWO_BW,
     ZBV,
     ZERO_BUBBLE,
     slot_form,
@@ -47,7 +48,7 @@ def estimate(
     weight_backward: ArrayLike,
     transfer: ArrayLike,
 ) -> Seconds:
-    """Seconds of a step's forwards and backwards, ``[layouts]``.
+    """Seconds of a step's forwards and backwards, ``[layouts]``; of 2BW one between the first and the last.
 
     Against ``simulate``: exact for GPipe, and without messages and for like stages for 1F1B, interleaved, looped-bfs
     and DualPipeV. Over random cases (up to 10 ranks, 4 stages each, 1 to 6 micro-batches a rank, first and last stage
@@ -83,6 +84,7 @@ def estimate(
     mean = _Parts(*(part / stages for part in total))
     time = time + _fill(code, pp, virtual, count, mean, transfer)
     time = time + _steady(code, pp, virtual, count, mean, transfer, slack)
+    time = np.where(code == TWO_BW, count * _continuous(pp, first, middle, last, transfer), time)
     time = np.where(code == ZBV, np.maximum(time, _few_folded(pp, count, total, mean, transfer)), time)
     return np.asarray(np.where(pp == 1, count * first.all, time), np.float64)
 
@@ -124,6 +126,28 @@ def _early(code: Any, pp: Any, virtual: Any, count: Any, behind: Any, own: _Part
     folded = (code == ZBV) | (code == DUALPIPEV)
     slots = (code == ONE_F_ONE_B) | (code == INTERLEAVED) | (code == ZERO_BUBBLE)
     return np.maximum(0.0, np.select([slots, folded], [np.minimum(once, again), in_folds], 0.0))
+
+
+def _continuous(pp: Any, first: _Parts, middle: _Parts, last: _Parts, transfer: Any) -> Any:
+    """Seconds a micro-batch takes once nobody waits at the end of a step.
+
+    From a stage to one behind it and back, ``n`` stages away, ``n + 1`` micro-batches are under way, so they take the
+    mean of the stages' times and of two messages for each boundary; the worst stretch of stages counts. Of like middle
+    stages all or none belong to it.
+    """
+    inner, there_and_back = np.maximum(pp - 2, 0), 2 * transfer
+    stretches = [
+        (first.all, 1),
+        (last.all, 1),
+        (inner * middle.all + (inner - 1) * there_and_back, inner),
+        (first.all + inner * (middle.all + there_and_back), inner + 1),
+        (last.all + inner * (middle.all + there_and_back), inner + 1),
+        (first.all + last.all + inner * middle.all + (pp - 1) * there_and_back, pp),
+    ]
+    worst = np.zeros(())
+    for seconds, stages in stretches:
+        worst = np.maximum(worst, np.where(stages > 0, seconds / np.maximum(stages, 1), 0.0))
+    return worst
 
 
 def _few_folded(pp: Any, count: Any, total: _Parts, mean: _Parts, transfer: Any) -> Any:

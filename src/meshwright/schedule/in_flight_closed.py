@@ -2,7 +2,7 @@
 
     schedule      alive on rank r, all its stages together (m micro-batches, v stages a rank, n = v m)
     gpipe, looped-bfs   n
-    1f1b                pp - r
+    1f1b, 2bw           pp - r
     interleaved         (v-1) round + 2 (pp-1-r) + 1             round: about pp, see ``slot_form``
     zero-bubble         (v-1) round + pp - r  until the input part, (v-1) round + pp  until the weight part
     zbv                 2 pp

@@ -2,8 +2,8 @@
 
 Two ways of writing an order suffice.
 
-*Slots* (GPipe, 1F1B, interleaved, looped breadth-first, zero bubble): the rank's forwards and backwards each have an
-order; the i-th backward runs in slot i, the forward that leads it by ``lead`` in the same slot just before it, and
+*Slots* (GPipe, 1F1B, interleaved, looped breadth-first, zero bubble, 2BW): the rank's forwards and backwards each have
+an order; the i-th backward runs in slot i, the forward that leads it by ``lead`` in the same slot just before it, and
 the weight part of a backward ``delay`` slots later, after that slot's backward:
 
     slot   -2  -1   0       1       2       3              lead 2: 1F1B on rank pp - 3
@@ -12,9 +12,11 @@ the weight part of a backward ``delay`` slots later, after that slot's backward:
 *Phrases* (ZBV, DualPipeV): words such as ``F0 I1 W1`` (kind and which of the rank's two stages), each repeated some
 number of times; the n-th word of a kind and stage is micro-batch n.
 
+2BW is 1F1B over the micro-batches of many steps, one behind the other.
+
 Sources: GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B and interleaved (Narayanan et al. 2021, arXiv:2104.04473),
 breadth-first (Lamy-Poirier 2023, arXiv:2211.05953), zero bubble and ZBV (Qi et al. 2023, arXiv:2401.10241), DualPipeV
-(DeepSeek 2024, arXiv:2412.19437).
+(DeepSeek 2024, arXiv:2412.19437), 2BW (Narayanan et al. 2021, arXiv:2006.09503).
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ FORWARD, WHOLE, INPUT, WEIGHT = range(4)
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 """Names; arrays of layouts hold the position in this tuple."""
-GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS, ZERO_BUBBLE, ZBV, DUALPIPEV = (
-    SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS, ZERO_BUBBLE, ZBV, DUALPIPEV, TWO_BW = (
+    SCHEDULES.index(name)
+    for name in ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev", "2bw")
 )
 
 
@@ -86,7 +89,7 @@ def slot_form(
     behind = pp - 1 - rank
     before = (virtual - 1) * round_size  # forwards until a micro-batch is in the rank's last stage
     lead = np.select(
-        [schedule == ONE_F_ONE_B, schedule == INTERLEAVED, schedule == ZERO_BUBBLE],
+        [(schedule == ONE_F_ONE_B) | (schedule == TWO_BW), schedule == INTERLEAVED, schedule == ZERO_BUBBLE],
         [behind, before + 2 * behind, before + behind],
         virtual * micro_batches,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import InputError
-from meshwright.job.layout import V_SCHEDULES
+from meshwright.job.layout import DELAYED_SCHEDULES, V_SCHEDULES
 from meshwright.job.schedule_rules import micro_batch_rule
 from meshwright.schedule.orders import KINDS, Integers, rank_order
 
@@ -45,6 +45,22 @@ class Table:
     """Its output is sent only after the rank's next action."""
     starts: Integers
     """``[pp + 1]``: rank ``r`` has the actions ``starts[r]`` to ``starts[r + 1]``."""
+    steps: int = 1
+    """Steps whose micro-batches these are, ``micro_batches / steps`` each, in a schedule that lets them overlap."""
+
+    @property
+    def micro_batches_of_step(self) -> int:
+        """Micro-batches of each step."""
+        return self.micro_batches // self.steps
+
+    @property
+    def version(self) -> Integers:
+        """Of each action: after how many updates its parameters are, counted from the first step here.
+
+        Where steps overlap (2BW), those of one step before; the first step has what the step before it would have had.
+        """
+        step = self.micro_batch // self.micro_batches_of_step
+        return np.maximum(step - 1, 0) if self.schedule in DELAYED_SCHEDULES else step
 
     @property
     def stage_count(self) -> int:
@@ -84,7 +100,7 @@ class Table:
         held = np.zeros(len(actions), bool)
         kind, stage, micro_batch = (column.copy() for column in columns.T)
         sizes = (self.schedule, self.pp, self.virtual, self.micro_batches)
-        return Table(*sizes, kind, stage, micro_batch, held, starts)
+        return Table(*sizes, kind, stage, micro_batch, held, starts, self.steps)
 
 
 def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> tuple[int, ...]:
@@ -95,7 +111,7 @@ def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> tuple[int, ...
 
 
 @lru_cache(maxsize=64)
-def table(schedule: str, pp: int, virtual: int, micro_batches: int) -> Table:
+def table(schedule: str, pp: int, virtual: int, micro_batches: int, steps: int = 1) -> Table:
     """The schedule as the program runs it.
 
     Args:
@@ -103,15 +119,19 @@ def table(schedule: str, pp: int, virtual: int, micro_batches: int) -> Table:
         pp: pipeline ranks. 1: no pipeline, one stage, forward and backward of each micro-batch in turn.
         virtual: stages on each rank.
         micro_batches: micro-batches a data-parallel rank runs in one step.
+        steps: how many steps, numbered through; more than one only where they overlap.
 
     Raises:
         InputError: the schedule cannot run these sizes.
     """
+    if steps != 1 and schedule not in DELAYED_SCHEDULES:
+        raise InputError(f"steps: {steps}, but schedule {schedule} ends with each step; use 1")
     wrong = micro_batch_rule(schedule, pp, virtual, micro_batches)
     if micro_batches < 1:
         wrong = f"micro-batches: {micro_batches} is none at all; a step needs at least 1"
     if wrong:
         raise InputError(wrong)
+    micro_batches *= steps
     if pp == 1:
         virtual, orders = 1, [rank_order("1f1b", 1, 1, micro_batches, 0)]
     else:
@@ -120,4 +140,4 @@ def table(schedule: str, pp: int, virtual: int, micro_batches: int) -> Table:
     starts = np.cumsum([0, *(len(order.kind) for order in orders)])
     held_stages = np.array([stages_of(schedule, pp, virtual, rank) for rank in range(pp)])
     stage = held_stages[np.repeat(np.arange(pp), np.diff(starts)), local]
-    return Table(schedule, pp, virtual, micro_batches, kind, stage, micro_batch, held, starts)
+    return Table(schedule, pp, virtual, micro_batches, kind, stage, micro_batch, held, starts, steps)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.job.layout import DELAYED_SCHEDULES
 from meshwright.job.schedule_rules import micro_batch_rule
 from meshwright.schedule.needs import leaves_after, needs, places, rounds
 from meshwright.schedule.orders import KINDS
@@ -20,12 +21,13 @@ def validate(table: Table) -> list[str]:
 
     Legal: sizes the schedule allows; every action on the rank that holds its stage; every micro-batch once forward in
     every stage and once backward, whole or in two parts; backward after forward, weight part after input part;
-    gradients of a stage in micro-batch order (so that every schedule adds them alike); no rank waits for ever.
+    gradients of a stage in micro-batch order (so that every schedule adds them alike); no rank waits for ever. Where
+    steps overlap, every backward also finds the parameters that its forward used.
     """
-    wrong = micro_batch_rule(table.schedule, table.pp, table.virtual, table.micro_batches)
+    wrong = micro_batch_rule(table.schedule, table.pp, table.virtual, table.micro_batches_of_step)
     if wrong:
         return [wrong]
-    for check in (_ranges, _placement, _counts, _order, _deadlock):
+    for check in (_ranges, _placement, _counts, _order, _versions, _deadlock):
         found = check(table)
         if found:  # later checks take earlier ones as passed
             return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more of this kind"]
@@ -83,6 +85,20 @@ def _order(table: Table) -> list[str]:
         for stage, index in np.argwhere(np.diff(gradient, axis=1) < 0)
     ]
     return found
+
+
+def _versions(table: Table) -> list[str]:
+    """A stage has two versions of its parameters: the step after next takes the place of a step's."""
+    if table.schedule not in DELAYED_SCHEDULES:
+        return []
+    forward, _, gradient = places(table)
+    by_step = (table.stage_count, table.steps, table.micro_batches_of_step)
+    begins, ends = forward.reshape(by_step).min(axis=-1), gradient.reshape(by_step).max(axis=-1)
+    return [
+        f"stage {stage}: step {step + 2} begins with {_name(table, begins[stage, step + 2])} before step {step} ends "
+        f"with {_name(table, ends[stage, step])}, so that it would overwrite the parameters of that backward"
+        for stage, step in np.argwhere(begins[:, 2:] < ends[:, :-2])
+    ]
 
 
 def _deadlock(table: Table) -> list[str]:

@@ -27,13 +27,14 @@ from meshwright.observe.records import JsonLines, read_json_lines, truncate_afte
 from meshwright.recovery.handover import Here
 from meshwright.train.background_save import BackgroundSaver
 from meshwright.train.cadence import Cadence
+from meshwright.train.delayed import make_trainer
 from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
 from meshwright.train.replicas import Replicas
 from meshwright.train.resizing import Resizing
 from meshwright.train.saving import Saver, require_shared
 from meshwright.train.sinks import TensorBoard, peak_memory_bytes
-from meshwright.train.trainer import StepReport, Trainer
+from meshwright.train.trainer import StepReport
 
 Outcome = Literal["done", "stopped"]
 
@@ -59,15 +60,16 @@ class TrainingLoop:
         self._shown = self.first and not quiet
         self.loader = Loader(job, dp_rank=mesh.coordinate("dp"), dp=mesh.degree("dp"), device=device)
         # Where the state comes from is the run itself: what it began with need not be there any more.
-        self.trainer = Trainer(job.with_fresh_weights() if resume or state is not None else job, mesh, device)
+        self.trainer = make_trainer(job.with_fresh_weights() if resume or state is not None else job, mesh, device)
         self.saver = Saver(self.trainer, self.loader, run_dir)
         require_shared(run_dir, self.saver.world)
         if state is not None:
             self.saver.resume_from_memory(state)
         elif resume:
             self.saver.resume()
-        # Other ways of synchronising keep state of a rank's own, which no replica and no copy in memory has.
-        alike = job.sync.strategy == "all-reduce" and self.trainer.compressing is None
+        # Other ways of synchronising keep state of a rank's own, which no replica and no copy in memory has; and where
+        # steps overlap, ranks are at no one step when one of them fails.
+        alike = job.sync.strategy == "all-reduce" and self.trainer.compressing is None and not job.layout.delayed
         self.here = here if alike else None
         replicas = Replicas(self.saver)
         self.replicas = replicas if alike and replicas.any else None
@@ -125,21 +127,41 @@ class TrainingLoop:
         report: StepReport | None = None
         self._complete_last_step()
         while self.trainer.step_number < self.job.train.steps:
-            report = self._one_step()
-            if not report.applied:
-                if self._must_stop(report):
-                    self._event("not-finite", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
-                    # It changed nothing and does not count: what is saved is the state after the step before.
-                    self.trainer.step_number -= 1
+            for report in self._one_step():
+                if self._refused(report):
                     return "stopped", report
-                self._event("skipped", step=report.step, loss=report.loss, gradient_norm=report.gradient_norm)
-            if report.stop_requested and report.step < self.job.train.steps:
-                return "stopped", report
-            self._after(report)
+                if report.stop_requested and self.trainer.next_step < self.job.train.steps:
+                    return "stopped", self._end_what_is_under_way()
+                if report.step == self.trainer.next_step:
+                    self._after(report)
+                else:
+                    begin_own_time()
         return "done", report
 
+    def _refused(self, report: StepReport) -> bool:
+        """Record a step that was not applied; whether it ends the run."""
+        if report.applied:
+            return False
+        facts = {"step": report.step, "loss": report.loss, "gradient_norm": report.gradient_norm}
+        if not self._must_stop(report):
+            self._event("skipped", **facts)
+            return False
+        self._event("not-finite", **facts)
+        # It changed nothing and does not count: what is saved is the state after the step before.
+        self.trainer.abandon()
+        self.trainer.step_number -= 1
+        return True
+
+    def _end_what_is_under_way(self) -> StepReport | None:
+        """End every step that has begun; the report of the last one."""
+        for later in self.trainer.drain():
+            self._record_step(later)
+            self._refused(later)
+        return self.trainer.last_report
+
     def _after(self, report: StepReport, *, evaluate: bool = True) -> None:
-        """What is due once a step is done."""
+        """What is due once a step is done and none is under way."""
+        self.recorder.gather()
         if self.trainer.norms is not None:
             found, self.trainer.norms.found = self.trainer.norms.found, []
             for outlier in found:
@@ -186,16 +208,27 @@ class TrainingLoop:
         wanted = steady_step(self.job, self.start + self.job.observe.ledger_step)
         return min(wanted, max(self.start + 1, self.job.train.steps - 1))
 
-    def _one_step(self) -> StepReport:
-        started = time.monotonic()
-        begin_step(self.trainer.step_number + 1)
-        with self.recorder.around(self.trainer.step_number):
+    def _one_step(self) -> list[StepReport]:
+        """Begin the next step; the steps that ended meanwhile."""
+        started, step = time.monotonic(), self.trainer.next_step
+        begin_step(step + 1)
+        with self.recorder.around(step):
             with phase("data"):
-                batches = self.loader.batches(self.trainer.step_number)
+                batches = self.loader.batches(step)
             data_seconds = time.monotonic() - started
             with self._sized():
-                report = self.trainer.step(batches)
-        seconds = time.monotonic() - started
+                reports = self.trainer.advance(batches, drain=self._due_after(step + 1))
+        seconds = (time.monotonic() - started) / max(1, len(reports))
+        for report in reports:
+            self._ended(report, seconds, data_seconds / len(reports))
+        return reports
+
+    def _due_after(self, step: int) -> bool:
+        """Whether anything but the next step comes after step ``step``."""
+        every = (self.job.train.eval_every, self.job.checkpoint.every, self.job.train.steps)
+        return any(number is not None and step % number == 0 for number in every)
+
+    def _ended(self, report: StepReport, seconds: float, data_seconds: float) -> None:
         finish_step(report.step)
         rate = report.valid_tokens / seconds
         if not self.recorder.instrumented:
@@ -210,7 +243,6 @@ class TrainingLoop:
         )
         self.progress.update(report.step, loss=report.loss, gradient_norm=report.gradient_norm, tokens_per_second=rate)
         self._resize(report.step)
-        return report
 
     def _record_step(self, report: StepReport, **times: float) -> None:
         self._record(

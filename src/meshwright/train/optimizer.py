@@ -9,7 +9,7 @@ the same bits wherever the cuts are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -31,6 +31,10 @@ class Optimizer(Protocol):
 
     def state(self) -> dict[str, list[Tensor]]:
         """The optimizer's tensors by role; entry ``i`` belongs to owned range ``i`` and has its size."""
+
+
+State = Mapping[str, list[Tensor]]
+"""As ``Optimizer.state`` gives it."""
 
 
 class _Run:
@@ -100,15 +104,23 @@ class _Run:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay, applied to matrices only."""
 
-    def __init__(self, owned: Sequence[Owned], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        shared: State | None = None,
+    ) -> None:
         self.steps = 0
         self.variance_steps = 0
         """Updates that moved the second moments, which is all of them unless some were frozen."""
         self.frozen_variance = False
         """The next update leaves the second moments as they are (1-bit Adam)."""
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        self._first = [torch.zeros_like(piece.master) for piece in owned]
-        self._second = [torch.zeros_like(piece.master) for piece in owned]
+        self._first = shared["exp_avg"] if shared else [torch.zeros_like(piece.master) for piece in owned]
+        self._second = shared["exp_avg_sq"] if shared else [torch.zeros_like(piece.master) for piece in owned]
         self._runs: list[tuple[float, _Run]] = []
         for decay in (True, False):
             chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
@@ -160,10 +172,14 @@ class AdamW:
 class SGD:
     """Gradient descent with optional momentum ``buffer = momentum * buffer + gradient`` and decoupled weight decay."""
 
-    def __init__(self, owned: Sequence[Owned], *, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, owned: Sequence[Owned], *, momentum: float, weight_decay: float, shared: State | None = None
+    ) -> None:
         self.steps = 0
         self._momentum, self._weight_decay = momentum, weight_decay
-        self._buffers = [torch.zeros_like(piece.master) for piece in owned] if momentum else []
+        self._buffers: list[Tensor] = []
+        if momentum:
+            self._buffers = shared["momentum"] if shared else [torch.zeros_like(piece.master) for piece in owned]
         self._runs: list[tuple[float, _Run]] = []
         for decay in (True, False):
             chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
@@ -198,8 +214,9 @@ def make_optimizer(
     eps: float,
     momentum: float,
     weight_decay: float,
+    shared: State | None = None,
 ) -> AdamW | SGD:
-    """The optimizer a job names."""
+    """The optimizer a job names; ``shared``: with the tensors of another one, over ranges of the same sizes."""
     if name == "adamw":
-        return AdamW(owned, betas=betas, eps=eps, weight_decay=weight_decay)
-    return SGD(owned, momentum=momentum, weight_decay=weight_decay)
+        return AdamW(owned, betas=betas, eps=eps, weight_decay=weight_decay, shared=shared)
+    return SGD(owned, momentum=momentum, weight_decay=weight_decay, shared=shared)

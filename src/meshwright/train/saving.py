@@ -156,9 +156,27 @@ class Saver:
             self.loader.resume(manifest.step, int(state["cursor"]))
             self.loader.split = resumed_split(trainer.job, state.get("sequences"), self.loader.split)
         self.sync.restore(path, manifest, self.world)
-        trainer.data_parallel.publish()
+        self._restore_previous(path, manifest)
+        trainer.publish()
         self.saved_step = manifest.step
         return manifest
+
+    @torch.no_grad()
+    def _restore_previous(self, path: Path, manifest: Manifest) -> None:
+        """Where gradients are one update late: the parameters before the last update.
+
+        A checkpoint of a run whose gradients were not has none; the first gradient is then taken at the newest.
+        """
+        previous = self.trainer.previous
+        if previous is None:
+            return
+        if any(key.startswith("previous/") for key in manifest.tensors):
+            boxes = self.tensors(range(len(self.trainer.owned)))
+            roles: tuple[Role, ...] = ("previous",)
+            load(path, [box for box in boxes if box.role in roles], roles=roles, world=self.world)
+            return
+        for piece, tensor in zip(self.trainer.owned, previous, strict=True):
+            tensor.copy_(piece.master)
 
     def scalars(self) -> dict[str, Any]:
         """What comes back besides tensors."""
@@ -176,14 +194,19 @@ class Saver:
         }
 
     def tensors(self, indices: Any, values: Sequence[Tensor] | None = None) -> list[PlacedTensor]:
-        """Masters (or ``values`` in their place) and optimizer state of the owned ranges with these numbers."""
-        state = self.trainer.optimizer.state()
+        """Masters (or ``values`` in their place) and optimizer state of the owned ranges with these numbers.
+
+        Where gradients are one update late, also the masters before the last update.
+        """
+        state, previous = self.trainer.optimizer.state(), self.trainer.previous
         result = []
         for index in indices:
             piece = self.trainer.owned[index]
             result += self._placed(piece, piece.master if values is None else values[index], "parameter")
             for role, tensors in state.items():
                 result += self._placed(piece, tensors[index], role)  # type: ignore[arg-type]
+            if previous is not None:
+                result += self._placed(piece, previous[index], "previous")
         return result
 
     def _placed(self, piece: Owned, flat: Tensor, role: Role) -> list[PlacedTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from meshwright.data.batch import Batch
 from meshwright.job.job import Job
 from meshwright.job.validate_less_often import apart
 from meshwright.model.dropout import Randomness
+from meshwright.parallel.owned import Owned
 from meshwright.train.apart import Apart
 from meshwright.train.build import Built, build
 from meshwright.train.compressing import make_compressing, optimizer_momentum
@@ -26,7 +28,7 @@ from meshwright.train.gradient_norms import GradientNorms
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.norm import OrderFreeSquares, clip_coefficient, local_peak, local_square_sum
-from meshwright.train.optimizer import make_optimizer
+from meshwright.train.optimizer import SGD, AdamW, State, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,14 @@ class Trainer:
         self.job, self.mesh = job, mesh
         self.device = device or torch.device("cpu")
         built: Built = build(job, mesh, self.device, abstract=abstract)
+        self.versions = [built]
+        """The model, as often as this rank holds it."""
         self.stages, self.data_parallel = built.stages, built.data_parallel
         self.owned = self.data_parallel.owned()
         self.after_reduction = built.after_reduction
         factor = job.recovery.outlier
         self.norms = GradientNorms(built.watched, mesh, factor) if built.watched is not None and factor else None
-        optimizer = job.optimizer
-        self.optimizer = make_optimizer(
-            self.owned,
-            name=optimizer.name,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            momentum=optimizer_momentum(job),
-            weight_decay=optimizer.weight_decay,
-        )
+        self.optimizer = optimizer_of(job, self.owned)
         self.apart = Apart(job, mesh, self.owned, self.optimizer, self.data_parallel) if apart(job) else None
         self.compressing = make_compressing(job, self.data_parallel, self.optimizer)
         self.executor: Executor = built.pipeline or LoopExecutor(next(iter(self.stages.values())), self.data_parallel)
@@ -93,6 +89,36 @@ class Trainer:
         self.changing = threading.Lock()
         """Held while masters, optimizer, loss scale and step number go from one step to the next."""
         self._counts_loss = mesh.coordinate("tp") == 0
+
+    @property
+    def next_step(self) -> int:
+        """The step (from 0) that ``advance`` begins."""
+        return self.step_number
+
+    def advance(self, batches: list[Batch], *, drain: bool) -> list[StepReport]:
+        """Begin the next step; the steps that ended meanwhile, oldest first.
+
+        Args:
+            batches: as for ``step``.
+            drain: end it too. Only where the schedule lets steps overlap need it be still under way otherwise.
+        """
+        return [self.step(batches)]
+
+    def drain(self) -> list[StepReport]:
+        """End every step that is under way: parameters and optimizer are then the state after a step."""
+        return []
+
+    def abandon(self) -> None:
+        """End every step that is under way without an update."""
+
+    def publish(self) -> None:
+        """Make masters that were changed from outside the parameters that forward passes use."""
+        self.data_parallel.publish()
+
+    @property
+    def previous(self) -> list[Tensor] | None:
+        """Where gradients are one update late: the masters before the last update, by owned range."""
+        return None
 
     def step(self, batches: list[Batch]) -> StepReport:
         """Train on this rank's micro-batches of the next global batch.
@@ -227,14 +253,15 @@ class Trainer:
             squares: tuple[float, ...] = self._order_free_squares()
         else:
             squares = (local_square_sum(self.owned),)
-        head = torch.tensor([float(self.stop_wanted), *squares], dtype=torch.float64, device=self.device)
-        vector = torch.cat([head, slots])
+        said = Said(self._stop_wish(), squares, slots)
         with phase("metrics"):
             if self.mesh.degree("world") > 1:
-                all_reduce(vector, self.mesh.group("world"))
-        stop = bool(vector[0] > 0)
-        norm = math.sqrt(total) if (total := float(vector[1 : head.numel()].sum())) >= 0 else math.nan
-        return _ordered_sum(vector[head.numel() :]), norm, norm, stop
+                all_reduce(said.vector, self.mesh.group("world"))
+        loss, norm, stop = said.heard()
+        return loss, norm, norm, stop
+
+    def _stop_wish(self) -> Tensor:
+        return torch.tensor([float(self.stop_wanted)], dtype=torch.float64, device=self.device)
 
     def _agree_apart(self, slots: Tensor, share: float, apart: Apart) -> tuple[float, float, float, bool]:
         squares = torch.zeros(apart.replicas, dtype=torch.float64, device=self.device)
@@ -250,13 +277,55 @@ class Trainer:
         return _ordered_sum(vector[1 + apart.replicas :]), norm, own_norm, bool(vector[0] > 0)
 
     def _order_free_squares(self) -> tuple[float, float]:
-        peak = torch.tensor([local_peak(self.owned)], dtype=torch.float64, device=self.device)
-        # A maximum drops NaN on some backends; infinity survives all of them.
-        peak = torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
+        peak = self._peak(self.owned)
         with phase("metrics"):
             if self.mesh.degree("world") > 1:
                 all_reduce(peak, self.mesh.group("world"), op="max")
-        return OrderFreeSquares(float(peak.item()), self.job.model_spec.parameter_count).local(self.owned)
+        return self._squares_below(peak, self.owned)
+
+    def _peak(self, owned: list[Owned]) -> Tensor:
+        """``[1]``: the largest gradient element of this rank."""
+        peak = torch.tensor([local_peak(owned)], dtype=torch.float64, device=self.device)
+        # A maximum drops NaN on some backends; infinity survives all of them.
+        return torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
+
+    def _squares_below(self, peak: Tensor, owned: list[Owned]) -> tuple[float, float]:
+        """This rank's sum of squares in two parts that add up alike in any order; ``peak``: of all ranks."""
+        return OrderFreeSquares(float(peak.item()), self.job.model_spec.parameter_count).local(owned)
+
+
+class Said:
+    """What a rank says of a step, and once it is summed over the ranks, what all of them know.
+
+    Args:
+        wish: ``[1]``, above 0: to stop.
+        squares: parts of the sum of squares of the gradients this rank counts.
+        slots: the loss of each micro-batch of the global batch, at its own place.
+    """
+
+    def __init__(self, wish: Tensor, squares: tuple[float, ...], slots: Tensor) -> None:
+        self._head = 1 + len(squares)
+        self.vector = torch.cat([wish, wish.new_tensor(squares), slots])
+
+    def heard(self) -> tuple[float, float, bool]:
+        """Loss, gradient norm, and whether any rank wants to stop; of the summed vector."""
+        total = float(self.vector[1 : self._head].sum())
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        return _ordered_sum(self.vector[self._head :]), norm, bool(self.vector[0] > 0)
+
+
+def optimizer_of(job: Job, owned: Sequence[Owned], shared: State | None = None) -> AdamW | SGD:
+    """The optimizer of a job over these ranges; ``shared``: see ``make_optimizer``."""
+    optimizer = job.optimizer
+    return make_optimizer(
+        owned,
+        name=optimizer.name,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        momentum=optimizer_momentum(job),
+        weight_decay=optimizer.weight_decay,
+        shared=shared,
+    )
 
 
 def _ordered_sum(slots: Tensor) -> float:

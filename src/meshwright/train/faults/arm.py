@@ -157,9 +157,10 @@ def _wrap_step(loop: TrainingLoop, injector: Injector) -> None:
 
     def one_step() -> Any:
         injector.begin_step(loop.trainer.step_number + 1)
-        report = original()
-        injector.at(report.step, "end")
-        return report
+        reports = original()
+        for report in reports:
+            injector.at(report.step, "end")
+        return reports
 
     setattr(loop, "_one_step", one_step)  # noqa: B010
 
