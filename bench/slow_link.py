@@ -1,15 +1,18 @@
 """Time to one loss over a slow link, strategy by strategy: `python -m bench.slow_link [--json]` (root, Linux).
 
 Two hosts (network namespaces) of two ranks each, joined by a link of 100 Mbit/s each way, train the quick-start model.
-The target is the validation loss that plain all-reduce has after ``--steps`` steps; every strategy runs until it has
-been below it, at most ``--most`` times as many. What is compared:
+The target is the validation loss that plain all-reduce has after ``--steps`` steps. How many steps a strategy takes to
+it does not depend on how quick the link is, so that is found over the same link without its limit, seed by seed, in
+at most ``--most`` times as many steps; how long a step takes, and what it sends, is measured over the limited link.
 
-    T1      seconds of plain all-reduce's steps                 T0    the same steps without any exchange of gradients
-    time    of a strategy's steps until its target              closed = (T1 - time) / (T1 - T0)
-    link    bytes that the kernel counted on both ends; against what the run's own ledger says crosses, step by step
+    T1      plain all-reduce: its steps times its seconds a step       T0    the same steps without any exchange
+    time    of a strategy: first steps that travel whole at plain all-reduce's pace, the others at its own
+    closed  (T1 - time) / (T1 - T0)
+    link    bytes that the kernel counted on both ends, against what the run's own ledger says crosses
 
 Validation and starting are not in the times. Nothing is clipped, the rate is constant after its warm-up, and all
-strategies see the same samples. The whole comparison is 300 steps of 2,048 tokens with three seeds (hours on a small
+strategies see the same samples. ``--whole`` runs a strategy over the limited link from its first to its last step as
+well, and sums what its steps took. The whole comparison is 300 steps of 2,048 tokens with three seeds (hours on a small
 machine); ``--steps 20 --tokens 256 --seeds 1`` takes minutes.
 """
 
@@ -21,30 +24,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.hosts import ROOT, TwoHosts, two_hosts, why_not
-
-RANKS, PER_HOST = 4, 2
-EVALUATIONS = 20
-"""In as many steps as plain all-reduce takes."""
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A [sync] section, as a function of the number of steps."""
-
-    name: str
-    sync: Mapping[str, Any]
-    symmetric: bool = True
-    """Every rank sends every other the same, so that 2/3 of the wire bytes cross between the hosts."""
-
-    def settings(self, steps: int) -> list[str]:
-        """Of the command line; a callable value is one of the number of steps."""
-        values = {key: value(steps) if callable(value) else value for key, value in self.sync.items()}
-        return [f"sync.{key}={value}" for key, value in values.items()]
+from bench.slow_link_runs import EVALUATIONS, PER_HOST, RANKS, Pace, Run, Scale, Strategy, pace, train
+from tests.cluster.hosts import TwoHosts, two_hosts, why_not
 
 
 def _tenth(steps: int) -> int:
@@ -58,7 +42,9 @@ def _fifth(steps: int) -> int:
 PLAIN = Strategy("all-reduce", {})
 ALONE = Strategy("no exchange", {"strategy": "local", "period": 1_000_000})
 STRATEGIES = (
-    Strategy("hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, symmetric=False),
+    Strategy(
+        "hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, symmetric=False, same_update_as=PLAIN.name
+    ),
     Strategy("bf16", {"compression": "bf16"}),
     Strategy("int8", {"compression": "int8"}),
     Strategy("fp8", {"compression": "fp8"}),
@@ -75,155 +61,53 @@ STRATEGIES = (
 )
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is run."""
-
-    steps: int
-    tokens: int
-    most: float
-    rate: str
-    lr: float
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of a sequence: at least one sequence a rank."""
-        return min(256, self.tokens // RANKS)
-
-
-@dataclass
-class Run:
-    """One run: its losses and seconds by step, and what crossed the link."""
-
-    seconds: list[float]
-    """Of the steps up to each, without validation."""
-    validation: list[tuple[int, float]]
-    """(step, loss)."""
-    losses: list[float]
-    link_bytes: int
-    ledger_bytes: float | None
-    """What the ledger's recorded step says crosses, times the steps; None where steps are not alike."""
-
-    def steps_to(self, target: float) -> float | None:
-        """Steps until the validation loss is at the target, between two validations by a straight line."""
-        before: tuple[int, float] | None = None
-        for step, loss in self.validation:
-            if loss <= target:
-                if before is None or before[1] == loss:
-                    return float(step)
-                return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
-            before = step, loss
-        return None
-
-    def seconds_to(self, target: float) -> float | None:
-        """Seconds of those steps."""
-        steps = self.steps_to(target)
-        if steps is None:
-            return None
-        whole = int(steps)
-        done = self.seconds[whole - 1] if whole else 0.0
-        following = self.seconds[min(whole, len(self.seconds) - 1)]
-        return done + (steps - whole) * (following - done)
-
-
-def train(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale, steps: int, seed: int) -> Run:
-    """One run of a strategy on both hosts."""
-    settings = {
-        "train.steps": steps,
-        "train.eval_every": max(1, scale.steps // EVALUATIONS),
-        "train.seed": seed,
-        "data.validation": 0.002,
-        "data.sequence_length": scale.sequence,
-        "batch.global_size": scale.tokens // scale.sequence,
-        "optimizer.lr": scale.lr,
-        "optimizer.schedule": "constant",
-        "optimizer.min_lr_ratio": 0,
-        "optimizer.warmup_steps": max(1, scale.steps // 15),
-        "checkpoint.every": steps,
-        "observe.one_device_steps": 0,
-        "observe.sample_tokens": 1,
-    }
-    job = folder / "job.toml"
-    source = (ROOT / "examples" / "quickstart.toml").read_text(encoding="utf-8")
-    job.write_text(
-        "".join(line for line in source.splitlines(True) if not line.startswith("clip_norm")).replace(
-            '"data/', f'"{ROOT / "examples" / "data"}/'
-        ),
-        encoding="utf-8",
-    )
-    out = folder / f"{strategy.name}-{steps}-{seed}"
-    arguments = ["train", str(job), "--out", str(out), "--layout", f"dp={RANKS}"]
-    for key, value in settings.items():
-        arguments += ["--set", f"{key}={value}"]
-    for setting in strategy.settings(scale.steps):
-        arguments += ["--set", setting]
-    before = [hosts.counters(host).sent for host in range(2)]
-    hosts.run_both(hosts.torchrun(PER_HOST, "meshwright.cli.main", arguments), timeout=7200)
-    sent = sum(hosts.counters(host).sent - count for host, count in enumerate(before))
-    return read(out, strategy, steps, sent)
-
-
-def read(out: Path, strategy: Strategy, steps: int, sent: int) -> Run:
-    """What a run directory says."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained = [record for record in records if "step_seconds" in record]
-    # The two steps that the ledger was recorded in ran slower for it.
-    usual = statistics.median(record["step_seconds"] for record in trained)
-    ledger = json.loads((out / "ledger.json").read_text(encoding="utf-8")) if (out / "ledger.json").exists() else None
-    seconds, total = [], 0.0
-    for record in trained:
-        total += min(record["step_seconds"], 3 * usual)
-        seconds.append(total)
-    return Run(
-        seconds=seconds,
-        validation=[(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record],
-        losses=[record["loss"] for record in trained],
-        link_bytes=sent,
-        ledger_bytes=crossing(ledger, strategy, steps) if ledger is not None else None,
-    )
-
-
-def crossing(ledger: Mapping[str, Any], strategy: Strategy, steps: int) -> float | None:
-    """Bytes that cross the link in all steps by the ledger of one, where all steps are alike."""
-    uneven = strategy.sync.get("strategy") or strategy.sync.get("compression_warmup_steps")
-    if not strategy.symmetric or uneven or strategy.sync.get("compression") == "zero-one-adam":
-        return None
-    wire = sum(entry["wire"] for rank in ledger["ranks"] for entry in rank["sends"])
-    return float(steps * wire * PER_HOST / (RANKS - 1))
-
-
-def measure(strategies: Sequence[Strategy], scale: Scale, seeds: Sequence[int]) -> dict[str, Any]:
-    """All runs, interleaved by seed."""
-    rows: dict[str, list[dict[str, Any]]] = {strategy.name: [] for strategy in (PLAIN, ALONE, *strategies)}
-    targets = []
+def measure(
+    strategies: Sequence[Strategy], scale: Scale, seeds: Sequence[int], timed: int, whole: Sequence[str]
+) -> dict[str, Any]:
+    """Paces first, one strategy after the other; then losses, seed by seed."""
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name, two_hosts(rate=scale.rate) as hosts:
         folder = Path(name)
+        paces = {}
+        for strategy in (PLAIN, *strategies):
+            paces[strategy.name] = pace(hosts, folder, strategy, scale, timed)
+            _say(f"{strategy.name}: {paces[strategy.name]}")
+        compute = statistics.median(train(hosts, folder, ALONE, scale, 4 + timed, 1, every=4 + timed).step_seconds[4:])
+        _say(f"{ALONE.name}: {compute} s a step")
+        rows: dict[str, list[dict[str, Any]]] = {strategy.name: [] for strategy in (PLAIN, *strategies)}
+        through = {one: _through(hosts, folder, one, scale) for one in strategies if one.name in whole}
+        hosts.limit(None)
+        targets = []
         for seed in seeds:
-            plain = train(hosts, folder, PLAIN, scale, scale.steps, seed)
-            target = plain.validation[-1][1]
-            targets.append(target)
-            alone = train(hosts, folder, ALONE, scale, min(scale.steps, 12), seed)
-            compute = scale.steps * statistics.median(
-                b - a for a, b in zip([0.0, *alone.seconds], alone.seconds, strict=False)
-            )
-            rows[PLAIN.name].append(row(plain, target, plain.seconds[-1], compute))
-            print(f"{PLAIN.name}: {summary(rows[PLAIN.name][-1])}", file=sys.stderr, flush=True)
-            rows[ALONE.name].append({"seconds": compute, "step_seconds": compute / scale.steps})
-            for strategy in strategies:
-                try:
-                    run = train(hosts, folder, strategy, scale, round(scale.most * scale.steps), seed)
-                    rows[strategy.name].append(row(run, target, plain.seconds[-1], compute))
-                except AssertionError as error:  # it failed; the others are still worth comparing
-                    rows[strategy.name].append({"failed": str(error)[-2000:]})
-                print(f"{strategy.name}: {summary(rows[strategy.name][-1])}", file=sys.stderr, flush=True)
+            curves: dict[str, Run] = {}
+            for strategy in (PLAIN, *strategies):
+                steps = scale.steps if strategy is PLAIN else round(scale.most * scale.steps)
+                run = curves.get(strategy.same_update_as or "")
+                every = max(1, scale.steps // EVALUATIONS)
+                run = run or train(hosts, folder, strategy, scale, steps, seed, every=every)
+                curves[strategy.name] = run
+                if strategy is PLAIN:
+                    targets.append(run.validation[-1][1])
+                rows[strategy.name].append(row(strategy, run, targets[-1], paces, compute, scale))
+                _say(f"{strategy.name}, seed {seed}: {summary(rows[strategy.name][-1])}")
+        for strategy, found in through.items():
+            rows[strategy.name][0]["whole_seconds"] = sum(found.step_seconds[: scale.steps])
     return {
         "rate": scale.rate,
         "steps": scale.steps,
         "tokens_per_step": scale.tokens,
         "seeds": list(seeds),
         "targets": targets,
+        "compute_step_seconds": compute,
         "strategies": rows,
     }
+
+
+def _through(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale) -> Run:
+    return train(hosts, folder, strategy, scale, scale.steps, 1, every=scale.steps)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def summary(figures: Mapping[str, Any]) -> str:
@@ -231,19 +115,26 @@ def summary(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in figures.items() if key not in ("validation", "losses"))
 
 
-def row(run: Run, target: float, plain_seconds: float, compute_seconds: float) -> dict[str, Any]:
-    """One run in figures."""
-    seconds, steps = run.seconds_to(target), run.steps_to(target)
-    gap = plain_seconds - compute_seconds
-    link = run.link_bytes / len(run.seconds)
+def row(
+    strategy: Strategy, run: Run, target: float, paces: Mapping[str, Pace], compute: float, scale: Scale
+) -> dict[str, Any]:
+    """One run in figures; ``compute``: seconds of a step without any exchange."""
+    mine, plain = paces[strategy.name], paces[PLAIN.name]
+    steps = run.steps_to(target)
+    whole = min(strategy.whole_steps(scale.steps), steps or 0.0)
+    seconds = None if steps is None else whole * plain.seconds + (steps - whole) * mine.seconds
+    sent = None if steps is None else whole * plain.link_bytes + (steps - whole) * mine.link_bytes
+    everything = scale.steps * plain.seconds
+    gap = scale.steps * (plain.seconds - compute)
     return {
         "seconds": seconds,
         "steps": steps,
-        "step_seconds": run.seconds[-1] / len(run.seconds),
-        "closed": None if seconds is None or gap <= 0 else (plain_seconds - seconds) / gap,
-        "times_faster": None if not seconds else plain_seconds / seconds,
-        "link_bytes_per_step": link,
-        "link_over_ledger": None if not run.ledger_bytes else run.link_bytes / run.ledger_bytes,
+        "step_seconds": mine.seconds,
+        "closed": None if seconds is None or gap <= 0 else (everything - seconds) / gap,
+        "times_faster": None if not seconds else everything / seconds,
+        "link_bytes_per_step": mine.link_bytes,
+        "link_over_ledger": None if not mine.ledger_bytes else mine.link_bytes / mine.ledger_bytes,
+        "times_fewer_bytes": None if not sent else scale.steps * plain.link_bytes / sent,
         "validation": run.validation,
         "losses": run.losses,
     }
@@ -251,21 +142,32 @@ def row(run: Run, target: float, plain_seconds: float, compute_seconds: float) -
 
 def table(found: Mapping[str, Any]) -> str:
     """The result for people, medians over seeds."""
-    lines = [
-        f"{'strategy':<14} {'seconds':>9} {'steps':>7} {'closed':>7} {'faster':>7} {'MB a step':>10} {'/ledger':>8}"
-    ]
+    columns = (
+        ("seconds", "seconds", "9.1f", 1.0), ("steps", "steps", "7.1f", 1.0), ("s a step", "step_seconds", "8.2f", 1.0),
+        ("closed", "closed", "7.2f", 1.0), ("faster", "times_faster", "7.2f", 1.0),
+        ("MB a step", "link_bytes_per_step", "10.3f", 1e-6), ("/ledger", "link_over_ledger", "8.3f", 1.0),
+        ("fewer bytes", "times_fewer_bytes", "11.1f", 1.0),
+    )  # fmt: skip
+    widths = [int(form.split(".")[0]) for _, _, form, _ in columns]
+    heads = " ".join(title.rjust(width) for (title, *_), width in zip(columns, widths, strict=True))
+    lines = [f"no exchange: {found['compute_step_seconds']:.2f} s a step", f"{'strategy':<14} {heads}"]
     for name, runs in found["strategies"].items():
         cells = [f"{name:<14}"]
-        for key, form, scale in (
-            ("seconds", "9.1f", 1.0), ("steps", "7.1f", 1.0), ("closed", "7.2f", 1.0), ("times_faster", "7.2f", 1.0),
-            ("link_bytes_per_step", "10.3f", 1e-6), ("link_over_ledger", "8.3f", 1.0),
-        ):  # fmt: skip
+        for (_, key, form, scale), width in zip(columns, widths, strict=True):
             values = [run[key] for run in runs if run.get(key) is not None]
-            width = int(form.split(".")[0])
             shown = format(scale * statistics.median(values), form) if len(values) == len(runs) else "-".rjust(width)
             cells.append(shown)
         lines.append(" ".join(cells))
     return "\n".join(lines)
+
+
+def _names(text: str | None, option: str, parser: argparse.ArgumentParser, default: Sequence[str]) -> list[str]:
+    names = [strategy.name for strategy in STRATEGIES]
+    chosen = text.split(",") if text else list(default)
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        parser.exit(2, f"slow_link: {option}: {', '.join(unknown)} unknown; use some of {', '.join(names)}\n")
+    return chosen
 
 
 def main() -> None:
@@ -275,9 +177,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--most", type=float, default=1.5, help="steps of a strategy, in those of plain all-reduce")
+    parser.add_argument("--timed", type=int, default=10, help="steps whose pace over the limited link is measured")
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc says it")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--strategies", help="names, with commas; absent: all")
+    parser.add_argument("--whole", help="names, with commas, of those that also run over the limited link throughout")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     reason = why_not()
@@ -285,13 +189,11 @@ def main() -> None:
         parser.exit(2, f"slow_link: {reason}\n")
     if options.tokens % (16 * RANKS) or options.steps < 4:
         parser.exit(2, f"slow_link: --tokens must be a multiple of {16 * RANKS}, and --steps at least 4\n")
-    names = {strategy.name: strategy for strategy in STRATEGIES}
-    chosen = options.strategies.split(",") if options.strategies else list(names)
-    unknown = [name for name in chosen if name not in names]
-    if unknown:
-        parser.exit(2, f"slow_link: --strategies: {', '.join(unknown)} unknown; use some of {', '.join(names)}\n")
+    chosen = _names(options.strategies, "--strategies", parser, [strategy.name for strategy in STRATEGIES])
+    whole = _names(options.whole, "--whole", parser, [])
     scale = Scale(options.steps, options.tokens, options.most, options.rate, options.lr)
-    found = measure([names[name] for name in chosen], scale, range(1, options.seeds + 1))
+    strategies = [strategy for strategy in STRATEGIES if strategy.name in chosen]
+    found = measure(strategies, scale, range(1, options.seeds + 1), options.timed, whole)
     print(json.dumps(found) if options.json else table(found))
 
 

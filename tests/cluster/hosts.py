@@ -115,6 +115,13 @@ class TwoHosts:
         place = self.hosts[host]
         return link_counters(place.interface, _output("ip", "netns", "exec", place.namespace, "cat", "/proc/net/dev"))
 
+    def limit(self, rate: str | None) -> None:
+        """Limit the link in each direction, in the terms of ``tc`` (``"100mbit"``); ``None``: no limit any more."""
+        how = ["replace"] if rate is not None else ["delete"]
+        form = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"] if rate is not None else []
+        for place in self.hosts:
+            _output("tc", "-n", place.namespace, "qdisc", *how, "dev", place.interface, "root", *form)
+
     def _kill_all(self) -> None:
         """End every process in either namespace, grandchildren too."""
         for place in self.hosts:
@@ -179,9 +186,8 @@ def two_hosts(*, rate: str | None = None) -> Iterator[TwoHosts]:
             _ip("-n", place.namespace, "address", "add", f"{place.address}/30", "dev", place.interface)
             _ip("-n", place.namespace, "link", "set", "lo", "up")
             _ip("-n", place.namespace, "link", "set", place.interface, "up")
-            if rate is not None:
-                limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-                _output("tc", "-n", place.namespace, "qdisc", "add", "dev", place.interface, "root", *limit)
+        if rate is not None:
+            pair.limit(rate)
         yield pair
     finally:
         pair.close()
