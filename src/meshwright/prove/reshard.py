@@ -75,15 +75,20 @@ def pairs_of(max_ranks: int = 8, cases: Sequence[Case] | None = None) -> list[tu
     """All pairs of the matrix's layouts of at most 4 ranks, and for each of 8 ranks a drawn sample, both ways."""
     chosen = _distinct(layout_cases(max_ranks) if cases is None else cases)
     small = [case for case in chosen if case.layout.ranks <= 4]
-    pairs = [(a, b) for a in small for b in small if a.tied == b.tied]
+    pairs = [(a, b) for a in small for b in small if _one_model(a, b)]
     draw = random.Random(1)
     for large in chosen:
         if large.layout.ranks <= 4:
             continue
-        others = [case for case in chosen if case.tied == large.tied and case is not large]
+        others = [case for case in chosen if _one_model(case, large) and case is not large]
         for other in draw.sample(others, min(_PARTNERS, len(others))):
             pairs += [(large, other), (other, large)]
     return pairs
+
+
+def _one_model(a: Case, b: Case) -> bool:
+    """Whether both train the same model to the same numbers: gradients one update late are other numbers."""
+    return a.tied == b.tied and a.layout.delayed == b.layout.delayed
 
 
 def _distinct(cases: Iterable[Case]) -> list[Case]:

@@ -21,6 +21,7 @@ from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.job.job import Job
 from meshwright.prove.parity import to_numpy
 from meshwright.prove.proof_data import ProofSamples
+from meshwright.train.delayed import make_trainer
 from meshwright.train.saving import Saver
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import prepare_determinism
@@ -71,7 +72,7 @@ def run_leg(leg: Leg) -> LegTrace:
     prepare_determinism(leg.job)
     trace = LegTrace()
     with Mesh(leg.job.layout) as mesh:
-        trainer = Trainer(leg.job, mesh)
+        trainer = make_trainer(leg.job, mesh)
         loader = _loader(leg.job, leg.samples, mesh)
         if leg.start:
             Saver(trainer, loader, Path(leg.come_from)).resume()
@@ -157,7 +158,7 @@ def take_over_all(job: Job, samples: FewSamples, sources: Sequence[Source]) -> l
     prepare_determinism(job)
     results = []
     with Mesh(job.layout) as mesh:
-        trainer = Trainer(job, mesh)
+        trainer = make_trainer(job, mesh)
         for source in sources:
             loader = _loader(job, samples, mesh)
             results.append(_take_over(trainer, loader, source))
