@@ -157,6 +157,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on_to_the_same_bits(
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1, errors
     last = len(course(out))
+    assert json.loads((out / "goodput.json").read_text())["launches"][0]["outcome"] == "stopped"
     assert 12 < last < LONG
     sentence = errors.strip().splitlines()[-1]
     assert sentence == f"stopped by a signal after step {last}; saved, continue with --resume"

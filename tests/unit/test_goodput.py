@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import InputError
-from meshwright.plan.failures import KINDS, Pool, simulate
+from meshwright.plan.failures import KINDS, Pool, live_through, simulate
 from meshwright.plan.goodput import (
     Reliability,
     best_interval,
@@ -152,6 +153,24 @@ def test_the_same_seed_gives_the_same_history() -> None:
     assert simulate(one, 100.0, failures=320, seed=1) != simulate(one, 100.0, failures=320, seed=2)
 
 
+def test_a_run_is_lived_through_again_by_hand() -> None:
+    one = Reliability(mtbf=1.0, stall=1.0, detection=2.0, restart=3.0)
+    # 10, stall, 10, stall, 3 lost at 25; back at 30; 4 lost at 34; fails again at 35; back at 40; saved at 55
+    parts = live_through(one, 10.0, [25.0, 34.0, 35.0, 99.0], 55.0)
+    seconds = {kind: round(55.0 * share, 9) for kind, share in parts.items() if share}
+    assert seconds == {"kept": 20.0 + 14.0, "stall": 2.0 + 1.0, "replay": 3.0 + 4.0, "detection": 5.0, "restart": 6.0}
+    behind = live_through(Reliability(mtbf=1.0, stall=1.0, write=5.0), 10.0, [25.0], 25.5)
+    assert behind["kept"] * 25.5 == pytest.approx(10.5), "the second checkpoint was not finished at 25"
+
+
+def test_a_run_whose_moments_were_drawn_is_the_simulated_one() -> None:
+    one = Reliability(mtbf=400.0, stall=4.0, write=10.0, detection=5.0, restart=20.0)
+    moments = np.cumsum(np.random.default_rng(7).exponential(one.mtbf, 8_000)).tolist()
+    seen, expected = live_through(one, 60.0, moments, moments[-1]), shares(60.0, one).model_dump()
+    for kind, share in expected.items():
+        assert seen[kind] == pytest.approx(share, abs=0.01), kind
+
+
 def test_missing_replicas_slow_a_run_down() -> None:
     assert running_rate(0, 1) == 1 and running_rate(1, 1) == 0
     assert running_rate(2, 8) == 0.75 and running_rate(9, 8) == 0
@@ -176,6 +195,9 @@ def test_missing_replicas_slow_a_run_down() -> None:
         (lambda: expected_rate(1.0, 1.0, 0, 0), "replicas: 0"),
         (lambda: Pool(spares=-2), "spares: -2"),
         (lambda: simulate(Reliability(mtbf=1.0, stall=1.0), 1.0, failures=3), "failures: 3"),
+        (lambda: live_through(Reliability(mtbf=1.0, stall=1.0), 1.0, [3.0, 2.0], 9.0), "moments: 2 s"),
+        (lambda: live_through(Reliability(mtbf=1.0, stall=1.0), 1.0, [-3.0], 9.0), "moments: -3 s"),
+        (lambda: live_through(Reliability(mtbf=1.0, stall=1.0), 1.0, [], 0.0), "end: 0"),
         (lambda: expected_goodput(0.0, Reliability(mtbf=1.0, stall=1.0)), "interval: 0"),
     ],
 )

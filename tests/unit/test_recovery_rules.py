@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -18,9 +19,10 @@ from meshwright.recovery.alerts import Alerts
 from meshwright.recovery.budget import Budget
 from meshwright.recovery.causes import lost_a_peer, named_cause
 from meshwright.recovery.gathered import assembled
-from meshwright.recovery.goodput import Goodput
+from meshwright.recovery.goodput import Goodput, part_of
+from meshwright.recovery.incident import Incident
 from meshwright.recovery.lock import RunLock
-from meshwright.recovery.monitor import Finding, Limits, Monitor, Seen, waiters_for
+from meshwright.recovery.monitor import Finding, Kind, Limits, Monitor, Seen, waiters_for
 from meshwright.recovery.prefetch import Prefetch
 from meshwright.recovery.shrink import fewer_ranks
 from meshwright.recovery.stragglers import Stragglers
@@ -124,7 +126,7 @@ def test_the_parts_of_the_wall_sum_to_it() -> None:
     goodput.charge(150.0, "useful", 4)
     goodput.charge(152.0, "checkpoint", 4)
     goodput.charge(163.0, "useful", 4)
-    goodput.failed(last_step_at=158.0, last_sign=160.0, now=163.0)
+    goodput.failed(since=158.0, last_sign=160.0, now=163.0)
     goodput.charge(170.0, "restart", 4)
     goodput.charge(180.0, "replayed", 3)
     goodput.charge(200.0, "useful", 3)
@@ -134,6 +136,44 @@ def test_the_parts_of_the_wall_sum_to_it() -> None:
         "restart": 7.0, "degraded": 5.0,
     }  # fmt: skip
     assert sum(seconds.values()) == 100.0
+
+
+def test_a_step_that_never_ended_after_a_restart_is_not_useful() -> None:
+    goodput = Goodput(0.0, planned_ranks=4)
+    goodput.charge(50.0, "useful", 4)
+    goodput.charge(52.0, "restart", 4)  # its ranks were started at 51
+    goodput.charge(54.0, "useful", 4)
+    goodput.failed(since=51.0, last_sign=53.5, now=54.0)
+    seconds = {part: taken for part, taken in goodput.seconds().items() if taken}
+    assert seconds == {"useful": 50.0, "restart": 2.0, "replayed": 1.5, "detection": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved", "sign"),
+    [("hung", 3.0, 3.0), ("hung", 0.0, 10.0), ("dead", 3.0, 9.5), ("dead", 9.8, 9.8), ("dead", 0.0, 9.5)],
+)
+def test_a_dead_rank_lived_when_it_was_last_looked_at(kind: Kind, moved: float, sign: float) -> None:
+    positions = {0: at(changed=9.9), 1: at(changed=moved)}
+    incident = Incident(kind=kind, ranks=(1,), world=2, sentence="", positions=positions)
+    assert incident.last_sign(9.5, 10.0) == sign
+
+
+@pytest.mark.parametrize(
+    ("step", "phases", "restarting", "part"),
+    [
+        (0, ["setup"] * 2, False, "idle"),
+        (0, ["setup"] * 2, True, "restart"),
+        (0, ["checkpoint"] * 2, True, "restart"),
+        (7, ["forward", "backward"], True, "replayed"),
+        (8, ["forward", "backward"], True, "useful"),
+        (8, ["checkpoint", "none"], False, "checkpoint"),
+        (8, ["end", "checkpoint"], False, "checkpoint"),
+        (8, ["end", "end"], False, "idle"),
+    ],
+)
+def test_what_ranks_do_says_where_the_time_goes(step: int, phases: list[str], restarting: bool, part: str) -> None:
+    positions = [replace(at(phase=phase), step=step) for phase in phases]
+    assert part_of(positions, restarting=restarting, replay_until=7) == part
 
 
 def test_goodput_of_a_resumed_run_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ A device that comes back while fewer replicas train joins at the next checkpoint
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -81,21 +83,29 @@ class _History:
     reliability: Reliability
     interval: float
     pool: Pool
+    training: bool = False
+    """It begins with training, not with the coming back from a failure."""
     clock: float = 0.0
     away: deque[float] = field(default_factory=deque)
     """When each failed device will be back, soonest first (all repairs take equally long)."""
     wall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
-    def live_until(self, failure: float) -> None:
-        """From one failure to the next: come back, train, lose what is not finished, lose a device."""
+    def live_until(self, failure: float, *, saved: bool = False) -> None:
+        """From one failure to the next: come back, train, lose what is not finished, lose a device.
+
+        ``saved``: it is no failure but the end of the run, which keeps all that was trained until then.
+        """
         if self._comes_back(failure):
-            self._trains_until(failure)
+            self._trains_until(failure, saved=saved)
         self.clock = failure
         if self.pool.repair:
             self.away.append(failure + self.pool.repair)
 
     def _comes_back(self, failure: float) -> bool:
         """Detection, waiting for enough devices, restart; whether all of it ends before the next failure."""
+        if self.training:
+            self.training = False
+            return True
         self._spend("detection", self.clock + self.reliability.detection, failure)
         missing = self._missing()
         if running_rate(missing, self.pool.replicas) == 0:
@@ -116,8 +126,8 @@ class _History:
             self.away.popleft()
         return max(0, len(self.away) - self.pool.spares)
 
-    def _trains_until(self, failure: float) -> None:
-        """Interval by interval; what is not finished when the failure comes is lost."""
+    def _trains_until(self, failure: float, *, saved: bool) -> None:
+        """Interval by interval; what is not finished when the failure comes is lost, unless it is ``saved``."""
         began, done, kept = self.clock, _Done(), _Done()
         interval, stall, write = self.interval, self.reliability.stall, self.reliability.write
         writing: deque[tuple[float, _Done]] = deque()
@@ -134,6 +144,10 @@ class _History:
             done = done.plus(count * interval * rate, count * stall, count * interval * (1 - rate))
         while writing and writing[0][0] <= failure:
             kept = writing.popleft()[1]
+        if saved:
+            work = min(failure - self.clock, interval)
+            rate = running_rate(self._missing(), self.pool.replicas)
+            kept = done.plus(work * rate, failure - self.clock - work, work * (1 - rate))
         self.wall["kept"] += kept.work
         self.wall["stall"] += kept.stall
         self.wall["degraded"] += kept.degraded
@@ -141,6 +155,41 @@ class _History:
 
 
 _ALWAYS_WHOLE = Pool()
+
+
+def live_through(
+    reliability: Reliability,
+    interval: float,
+    moments: Iterable[float],
+    end: float,
+    pool: Pool = _ALWAYS_WHOLE,
+) -> dict[str, float]:
+    """A run that fails at given moments, and is saved at its end: what luck did to it is not predicted but known.
+
+    Args:
+        reliability: what a failure and a checkpoint take; its ``mtbf`` plays no part.
+        interval: training between two checkpoints, seconds.
+        moments: of the failures, seconds since training began, in order; later ones than ``end`` do not happen.
+        end: seconds since training began.
+        pool: spares, repair and replicas.
+
+    Returns:
+        Where the wall went, by ``KINDS``; sums to 1.
+
+    Raises:
+        InputError: a quantity is impossible.
+    """
+    above_zero("checkpoint interval", interval, "seconds")
+    above_zero("end", end, "seconds")
+    failures = [moment for moment in moments if moment < end]
+    for before, after in pairwise([0.0, *failures]):
+        if not before <= after:
+            raise InputError(f"moments: {after:g} s comes after {before:g} s; give seconds from 0 in ascending order")
+    history = _History(reliability, interval, pool, training=True)
+    for failure in failures:
+        history.live_until(failure)
+    history.live_until(end, saved=True)
+    return {kind: seconds / end for kind, seconds in history.wall.items()}
 
 
 def simulate(

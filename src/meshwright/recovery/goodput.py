@@ -4,7 +4,7 @@
     degraded    what steps that count lost because there were fewer ranks than planned: 1 - ranks / planned
     replayed    steps done again, and the part of a step that a failure cut off
     checkpoint  ranks standing still for a checkpoint
-    detection   from a rank's last sign of life until its failure was known
+    detection   from a rank's last sign of life (of a dead one: the last look) until its failure was known
     restart     from then until training went on
     idle        before the first step, and after the last
 """
@@ -12,14 +12,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.comm.position import Position
 from meshwright.files import replace_text
 
 Part = Literal["useful", "degraded", "replayed", "checkpoint", "detection", "restart", "idle"]
 PARTS: tuple[Part, ...] = ("useful", "degraded", "replayed", "checkpoint", "detection", "restart", "idle")
+_TRAINING: tuple[Part, ...] = ("useful", "replayed", "checkpoint")
+
+
+def part_of(positions: Iterable[Position], *, restarting: bool, replay_until: int) -> Part:
+    """What ranks that are there spend their time on.
+
+    Args:
+        positions: theirs.
+        restarting: a failure is known, and no step was finished since.
+        replay_until: the furthest step that was done before the last failure.
+    """
+    said = list(positions)
+    step = max(position.step for position in said)
+    if step == 0:
+        return "restart" if restarting else "idle"
+    if all(position.phase == "end" for position in said):
+        return "idle"
+    if any(position.phase == "checkpoint" for position in said):
+        return "checkpoint"
+    return "replayed" if step <= replay_until else "useful"
 
 
 @dataclass
@@ -51,23 +73,26 @@ class Goodput:
         else:
             self._pieces.append((start, now, part, ranks))
 
-    def recharge(self, start: float, end: float, part: Part) -> None:
-        """What was charged between two moments was this instead."""
+    def recharge(self, start: float, end: float, part: Part, *, only: Sequence[Part] = PARTS) -> None:
+        """What was charged between two moments, as one of ``only``, was this instead."""
         changed: list[tuple[float, float, Part, int]] = []
         for begin, stop, was, ranks in self._pieces:
             low, high = max(begin, start), min(stop, end)
-            if low >= high:
+            if low >= high or was not in only:
                 changed.append((begin, stop, was, ranks))
                 continue
             parts = ((begin, low, was), (low, high, part), (high, stop, was))
             changed += [(one, other, what, ranks) for one, other, what in parts if other > one]
         self._pieces = changed
 
-    def failed(self, last_step_at: float, last_sign: float, now: float) -> None:
-        """A failure is known now: what came after the last finished step is lost."""
-        last_step_at = max(last_step_at, self.began)
-        last_sign = max(last_sign, last_step_at)
-        self.recharge(last_step_at, last_sign, "replayed")
+    def failed(self, since: float, last_sign: float, now: float) -> None:
+        """A failure is known now: what was trained ``since`` the last finished step, or the ranks' start, is lost.
+
+        What their start itself took stays what it was.
+        """
+        since = max(since, self.began)
+        last_sign = max(last_sign, since)
+        self.recharge(since, last_sign, "replayed", only=_TRAINING)
         self.recharge(last_sign, now, "detection")
 
     def seconds(self) -> dict[str, float]:

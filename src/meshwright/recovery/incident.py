@@ -40,6 +40,17 @@ class Incident:
     good_step: int | None = None
     """Of corruption: the last step known to be free of it."""
 
+    def last_sign(self, looked: float, now: float) -> float:
+        """When a rank to blame last gave a sign of life, in seconds of the positions' clock.
+
+        A dead one lived when it was ``looked`` at last, although it may not have moved for long by then (its start, a
+        checkpoint).
+        """
+        signs = [self.positions[rank].changed for rank in self.ranks if self.positions[rank].changed]
+        if self.kind == "dead":
+            return max([*signs, looked])
+        return min(signs, default=now)
+
     def to_values(self) -> dict[str, Any]:
         """For JSON."""
         positions = {str(rank): position_values(one) for rank, one in self.positions.items()}

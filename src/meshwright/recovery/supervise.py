@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.folder import CHECKPOINTS, steps, supersede_later
@@ -25,7 +25,7 @@ from meshwright.recovery.causes import named_cause, oom_kill_count
 from meshwright.recovery.endings import Ending, failure_block
 from meshwright.recovery.gathered import newest_state, put_down
 from meshwright.recovery.generation import Generation, Plan, new_log_folder, stopped_by_signal
-from meshwright.recovery.goodput import Goodput
+from meshwright.recovery.goodput import Goodput, Part, part_of
 from meshwright.recovery.incident import Incident, gather, next_folder, what_waits, where
 from meshwright.recovery.monitor import Finding, Limits, Monitor, Seen, process_state, waiters_for
 from meshwright.recovery.prefetch import Prefetch
@@ -93,6 +93,9 @@ class Supervisor:
                     else:
                         break
                 outcome = self._judge(generation)
+        except TrainingStopped:
+            outcome = "stopped"
+            raise
         finally:
             self._units.close()
             for memory in self._memories:
@@ -203,14 +206,7 @@ class Supervisor:
     def _account(self, generation: Generation, positions: Mapping[int, Position], now: float) -> None:
         """Charge the time since the last look, and take note of finished steps."""
         furthest = max(position.finished for position in positions.values())
-        step = max(position.step for position in positions.values())
-        if step == 0:
-            part = "restart" if self._failed_at is not None else "idle"
-        elif any(position.phase == "checkpoint" for position in positions.values()):
-            part = "checkpoint"
-        else:
-            part = "replayed" if step <= self._replay_until else "useful"
-        self.goodput.charge(now, part, generation.ranks)  # type: ignore[arg-type]
+        self.goodput.charge(now, self._part(positions.values()), generation.ranks)
         self._best = max(self._best, furthest)
         for rank, position in positions.items():
             if position.finished:
@@ -220,6 +216,10 @@ class Supervisor:
         if self.report is not None:
             for slow in self._stragglers.new_ones():
                 self.report.slow(slow, positions[slow.rank], self.section.straggler_score)
+
+    def _part(self, positions: Iterable[Position]) -> Part:
+        """What the time is spent on while the ranks are there."""
+        return part_of(positions, restarting=self._failed_at is not None, replay_until=self._replay_until)
 
     def _recovered(self, generation: Generation, step: int, now: float) -> None:
         if self.report is not None and self._failed_at is not None:
@@ -247,7 +247,7 @@ class Supervisor:
         cause = named_cause(first.error, first.exit_code, oom)
         if first.blamed:
             return self._incident_of(
-                Incident(
+                generation, Incident(
                     kind="corrupt", ranks=first.blamed, world=generation.ranks, sentence=first.error.partition(": ")[2],
                     positions=positions, error=first.error, good_step=first.good_step,
                 )
@@ -263,7 +263,7 @@ class Supervisor:
             f"{where(positions[first.rank])}{what_waits(waiters, positions)}"
         )
         return self._incident_of(
-            Incident(
+            generation, Incident(
                 kind=kind, ranks=(first.rank,), world=generation.ranks, sentence=sentence, cause=cause,  # type: ignore[arg-type]
                 waiters=waiters, positions=positions, error=first.error,
             )
@@ -282,29 +282,25 @@ class Supervisor:
             f"{where(positions[finding.ranks[0]])}{what_waits(finding.waiters, positions)}"
         )
         return self._incident_of(
-            Incident(
+            generation, Incident(
                 kind=finding.kind, ranks=finding.ranks, world=generation.ranks, sentence=sentence,
                 waiters=finding.waiters, positions=positions,
             )
         )  # fmt: skip
 
-    def _incident_of(self, incident: Incident) -> Incident:
+    def _incident_of(self, generation: Generation, incident: Incident) -> Incident:
         now = time.monotonic()
         positions = incident.positions
         last_step = max(position.finished_at for position in positions.values())
-        signs = [positions[rank].changed for rank in incident.ranks if positions[rank].changed]
-        last_sign = min(signs, default=now)
+        last_sign = incident.last_sign(max(self.goodput.until, generation.began), now)
         incident.detection_seconds = now - last_sign
+        self.goodput.charge(now, self._part(positions.values()), generation.ranks)
+        self.goodput.failed(last_step or generation.began, last_sign, now)
         if self._failed_at is None:
             self._failed_at = last_sign
         self._known_at = now
         self._best = max(self._best, *(position.finished for position in positions.values()))
         self._replay_until = self._best
-        self.goodput.charge(now, "useful", incident.world)
-        if last_step:
-            self.goodput.failed(last_step, last_sign, now)
-        else:
-            self.goodput.recharge(max(last_sign, self.goodput.began), now, "detection")
         return incident
 
     def _recover(self, generation: Generation, incident: Incident) -> tuple[list[str], int]:

@@ -16,7 +16,7 @@ import torch
 from meshwright.comm.collectives import all_gather_json, barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.phase import phase
-from meshwright.comm.position import begin_own_time, begin_step, finish_step, holds_state
+from meshwright.comm.position import begin_own_time, begin_step, finish_step, holds_state, in_phase
 from meshwright.data.loader import Loader
 from meshwright.errors import SaveError, TrainingStopped
 from meshwright.files import replace_text
@@ -108,6 +108,7 @@ class TrainingLoop:
             if self.trainer.step_number > self.saver.saved_step:
                 self._compare()
                 self._save_now(last=True)
+        in_phase("end")
         self._event(outcome, step=self.trainer.step_number)
         summary = self._summary(outcome, report, time.monotonic() - began)
         self.loader.close()
