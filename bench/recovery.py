@@ -26,7 +26,7 @@ import psutil
 from bench.statistics import median
 from bench.workload import Workload
 
-_RANKS = 4
+RANKS = 4
 _EVERY = 10
 _KILL_AFTER = 13
 _STEPS = 10**6
@@ -63,7 +63,7 @@ global_size = {_MODEL["batch"]}
 steps = {_STEPS}
 
 [layout]
-dp = {_RANKS}
+dp = {RANKS}
 
 [cluster]
 device = "cpu"
@@ -154,7 +154,7 @@ def theirs(folder: Path, name: str) -> Run:
     out.mkdir()
     program = ["bench.recovery_peer", str(out), str(_STEPS), str(_EVERY), json.dumps(_MODEL)]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
         "--max-restarts", "3", "-m", *program,
     ]  # fmt: skip
     return Run(
@@ -242,13 +242,13 @@ def main(arguments: list[str] | None = None) -> None:
     parameters = Workload(**_MODEL).spec.parameter_count  # type: ignore[arg-type]
     medians = {kind: _medians([one for one in all_ if one is not None]) for kind, all_ in found.items()}
     result = {
-        "ranks": _RANKS, "parameters": parameters, "rounds": options.rounds, "median": medians, "rounds_s": found,
+        "ranks": RANKS, "parameters": parameters, "rounds": options.rounds, "median": medians, "rounds_s": found,
         "stopped": halt,
     }  # fmt: skip
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{_RANKS} ranks, {parameters:,} parameters, saved every {_EVERY} steps; medians of {options.rounds} rounds")
+    print(f"{RANKS} ranks, {parameters:,} parameters, saved every {_EVERY} steps; medians of {options.rounds} rounds")
     print(f"{'':42}{'next step':>12}{'new step':>12}{'steps lost':>12}")
     names = {"warm": "meshwright, warm spare", "cold": "meshwright, cold", "torchrun": "torchrun --max-restarts, DCP"}
     for kind, name in names.items():
