@@ -60,6 +60,12 @@ class Endured:
         return {part: seconds / trained for part, seconds in self.ledger.items() if part != "idle"}
 
 
+def mean(measured: Sequence[Terms]) -> Terms:
+    """Of each term."""
+    names = ("step", "stall", "detection", "restart")
+    return Terms(**{name: float(np.mean([getattr(one, name) for one in measured])) for name in names})
+
+
 def model(terms: Terms, *, mtbf: float, every: int, memory: bool) -> tuple[Reliability, float]:
     """The planner's words for it, and the seconds of training between two states to go back to.
 
@@ -99,7 +105,7 @@ def compared(terms: Terms, endured: Endured, *, mtbf: float, every: int, memory:
     """Prediction against measurement, goodput and share by share; shares of the wall from 0 to 1."""
     reliability, interval = model(terms, mtbf=mtbf, every=every, memory=memory)
     relived = live_through(reliability, interval, endured.failures, endured.seconds)
-    mean, error = typical(reliability, interval, endured.seconds)
+    average, error = typical(reliability, interval, endured.seconds)
     measured = endured.shares
     shares = {
         part: {"predicted": relived[kind], "measured": measured[part], "difference": measured[part] - relived[kind]}
@@ -115,7 +121,7 @@ def compared(terms: Terms, endured: Endured, *, mtbf: float, every: int, memory:
         "goodput_measured": measured["useful"],
         "goodput_by_steps": endured.steps * terms.step / endured.seconds,
         "goodput_relived": relived["kept"],
-        "goodput_typical": mean,
+        "goodput_typical": average,
         "standard_error": error,
         "goodput_expected": expected_goodput(interval, reliability),
         "shares": shares,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.goodput import step_seconds
-from bench.goodput_terms import LEDGER, Endured, Terms, agrees, compared, failure_moments, model, table, typical
+from bench.goodput_terms import LEDGER, Endured, Terms, agrees, compared, failure_moments, mean, model, table, typical
 from meshwright.plan.failures import live_through
 from meshwright.plan.goodput import Reliability, expected_goodput
 from meshwright.recovery.goodput import PARTS
@@ -41,6 +41,12 @@ def test_a_run_as_predicted_agrees_and_one_that_is_not_does_not(memory: bool) ->
     assert len(table("from disk", right)) == 2 + len(LEDGER) + 2
 
 
+def test_terms_are_the_mean_of_those_before_and_after() -> None:
+    slower = Terms(step=0.7, stall=0.4, detection=0.3, restart=2.5)
+    both = mean([TERMS, slower])
+    assert (both.step, both.stall, both.detection, both.restart) == pytest.approx((0.6, 0.4, 0.2, 2.0))
+
+
 def test_from_memory_only_the_step_that_was_cut_off_is_lost() -> None:
     disk, interval = model(TERMS, mtbf=20.0, every=10, memory=False)
     assert (disk.stall, interval) == (0.4, 5.0)
@@ -53,9 +59,9 @@ def test_from_memory_only_the_step_that_was_cut_off_is_lost() -> None:
 
 def test_the_scatter_is_that_of_so_many_failures() -> None:
     one = Reliability(mtbf=20.0, stall=0.4, detection=0.1, restart=1.5)
-    mean, error = typical(one, 5.0, 400.0)
+    average, error = typical(one, 5.0, 400.0)
     _, of_longer = typical(one, 5.0, 1600.0)
-    assert mean == pytest.approx(expected_goodput(5.0, one), abs=0.02)
+    assert average == pytest.approx(expected_goodput(5.0, one), abs=0.02)
     assert error == pytest.approx(2.0 * of_longer, rel=0.2)
 
 
