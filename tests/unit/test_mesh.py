@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.shared_memory import channel_of
 from meshwright.errors import InputError
 from meshwright.job.grid import AXES, coordinates, groups_of
 from meshwright.job.layout import Layout
+from meshwright.prove.pool import RankPool
 
 LAYOUTS = (
     Layout(dp=4, zero=1),
@@ -130,3 +134,20 @@ def test_sixteen_thousand_fake_ranks_take_no_time(rank):
     done = subprocess.run([sys.executable, "-c", LARGE, str(rank)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.0, f"built in {done.stdout} s, whole process {time.perf_counter() - began:.1f} s"
+
+
+def patience(seconds: float) -> list[float]:
+    """How long each group of a mesh waits, and the memory it shares."""
+    found = []
+    with Mesh(Layout(dp=2), timeout=timedelta(seconds=seconds)) as mesh:
+        for axis in set(mesh.axes) - {"world"}:
+            group = mesh.group(axis)
+            found.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+            if (channel := channel_of(group)) is not None:
+                found.append(channel._timeout)
+    return found
+
+
+def test_every_group_waits_as_long_as_it_is_told(ranks: Callable[[int], RankPool]) -> None:
+    for found in ranks(2).run(patience, 7.0):
+        assert len(found) > 4 and set(found) == {7.0}

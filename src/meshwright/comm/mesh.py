@@ -13,6 +13,7 @@ Axes of degree 1 share a group of this rank alone.
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -43,13 +44,22 @@ class Mesh:
         layout: the degrees and the placement; ``layout.ranks`` must equal the world size.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_group: the group that ``group("world")`` answers with; absent: the default group.
+        timeout: after which an operation of its groups gives up; absent: torch's own. A new group does not inherit that
+            of the default group.
 
     Raises:
         InputError: the world has another number of ranks than the layout, or the placement is not
             an order of all ranks.
     """
 
-    def __init__(self, layout: Layout, device_type: str = "cpu", world_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device_type: str = "cpu",
+        world_group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
         size = dist.get_world_size()
         if layout.ranks != size:
             raise InputError(
@@ -61,6 +71,7 @@ class Mesh:
             raise InputError(f"placement: must list each of the ranks 0 to {size - 1} once, got {order[:16]}")
         self.layout = layout
         self.device_type = device_type
+        self.timeout = timeout
         self.rank = dist.get_rank()
         self.place: Coordinates = coordinates(layout, self.rank)
         self._world = dist.group.WORLD if world_group is None else world_group
@@ -101,15 +112,16 @@ class Mesh:
             if self._alone is None:
                 # Only this rank is in it, so nobody else needs to know of it.
                 self._alone = dist.new_group(
-                    [self.rank], use_local_synchronization=True, group_desc=f"meshwright {self.rank} alone"
-                )
+                    [self.rank], timeout=self.timeout, use_local_synchronization=True,
+                    group_desc=f"meshwright {self.rank} alone",
+                )  # fmt: skip
                 self._owned.append(self._alone)
             self._groups[axis], self._ranks[axis] = self._alone, (self.rank,)
             return
         if dist.get_backend(self._world) == "fake":
             members = members[(members == self.rank).any(dim=1)]
         for row in members.tolist():
-            group = dist.new_group(row, group_desc=f"meshwright {axis}", sort_ranks=False)
+            group = dist.new_group(row, timeout=self.timeout, group_desc=f"meshwright {axis}", sort_ranks=False)
             if self.rank in row:
                 self._groups[axis], self._ranks[axis] = group, tuple(row)
                 self._owned.append(group)
@@ -120,7 +132,7 @@ class Mesh:
             return
         for group in dict.fromkeys(group for axis, group in self._groups.items() if self.degree(axis) > 1):
             if channel_of(group) is None:
-                open_channel(group, all_gather_json)
+                open_channel(group, all_gather_json, self.timeout)
                 self._shared.append(group)
 
     def coordinate(self, axis: str) -> int:

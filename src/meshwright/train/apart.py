@@ -206,5 +206,7 @@ def _near_group(mesh: Mesh, group: dist.ProcessGroup, size: int) -> dist.Process
     members = dist.get_process_group_ranks(group)
     start = group.rank() // size * size
     mine = members[start : start + size]
-    near: dist.ProcessGroup = dist.new_group(mine, use_local_synchronization=True, group_desc="meshwright near")
+    near: dist.ProcessGroup = dist.new_group(
+        mine, timeout=mesh.timeout, use_local_synchronization=True, group_desc="meshwright near"
+    )
     return near

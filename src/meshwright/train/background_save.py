@@ -37,7 +37,7 @@ class BackgroundSaver:
 
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=saver.trainer.mesh.timeout)
         self._world = GroupWorld(self._group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._buffers: list[torch.Tensor] = []
