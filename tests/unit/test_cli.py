@@ -179,9 +179,41 @@ def test_ranks_that_torchrun_starts_again_do_not_go_back_twice(
     monkeypatch.setattr(train_verb, "steps", lambda folder: [2, 4])
     monkeypatch.setattr(train_verb, "settled_layout", lambda job, *_: Planned(job))
     monkeypatch.setattr(train_verb, "prepare_run", lambda *_, from_step, **__: asked.append(from_step))
-    monkeypatch.setattr(train_verb, "_be_a_rank", lambda *words: words[5]())
+    monkeypatch.setattr(train_verb, "_be_a_rank", lambda *words: words[4]())
     main_ended(["train", str(job), "--out", str(out), "--resume", "--from-step", "2"])
     assert asked == [None]
+
+
+@pytest.mark.parametrize(
+    ("there", "saved", "begins"),
+    [(False, [], (False, False)), (True, [2, 4], (True, True)), (True, [], (False, True))],
+)
+def test_one_command_starts_and_goes_on(
+    job: Path, out: Path, monkeypatch: pytest.MonkeyPatch, there: bool, saved: list[int], begins: tuple[bool, bool]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    out.mkdir()
+    if there:
+        (out / "job.toml").touch()
+    prepared: list[object] = []
+    begun: list[object] = []
+    monkeypatch.setattr(train_verb, "steps", lambda folder: saved)
+    monkeypatch.setattr(train_verb, "settled_layout", lambda job, *_: Planned(job))
+    monkeypatch.setattr(train_verb, "prepare_run", lambda *_, resume, **__: prepared.append(resume))
+    monkeypatch.setattr(train_verb, "_be_a_rank", lambda *words: begun.append(words[4]()))
+    main_ended(["train", str(job), "--out", str(out), "--resume-or-start"])
+    assert begun == [begins]
+    assert prepared == ([] if there and not saved else [bool(saved)])
+
+
+def test_resume_or_start_has_one_meaning(job: Path, out: Path, refuse: Refuse) -> None:
+    assert refuse("train", job, "--out", out, "--resume", "--resume-or-start") == [
+        "--resume-or-start: resumes where there is a run; leave --resume out, or it out"
+    ]
+    (line,) = refuse("train", job, "--out", out, "--layout", "dp=2", "--resume-or-start",
+                     *settings("sync.strategy=server"))  # fmt: skip
+    assert line == "--resume-or-start: sync.strategy=server replaces its own processes; leave it out"
 
 
 def main_ended(words: list[str]) -> None:

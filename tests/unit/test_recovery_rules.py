@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.comm import position
+from meshwright.comm.phase import phase
 from meshwright.comm.position import Position
 from meshwright.errors import InputError
 from meshwright.job.recovery_section import RecoverySection
@@ -22,6 +27,7 @@ from meshwright.recovery.gathered import assembled
 from meshwright.recovery.goodput import Goodput, part_of
 from meshwright.recovery.incident import Incident
 from meshwright.recovery.lock import RunLock
+from meshwright.recovery.lost import keep_position, peers_lost
 from meshwright.recovery.monitor import Finding, Kind, Limits, Monitor, Seen, waiters_for
 from meshwright.recovery.prefetch import Prefetch
 from meshwright.recovery.shrink import fewer_ranks
@@ -340,3 +346,30 @@ def test_a_hook_that_fails_is_noted_and_changes_nothing(tmp_path: Path) -> None:
 def test_time_limits_must_be_in_order(values: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         small_job("dp=1", recovery=values)
+
+
+class _Group:
+    group_name = "pair"
+
+
+def test_a_rank_that_lost_another_says_whom_it_waited_for_and_in_what() -> None:
+    memory = keep_position()
+    try:
+        early = str(peers_lost(memory, 2, 4, 6.0, RuntimeError("Connection refused\nat gloo")))
+        position.name_group("pair", "replicate", (0, 2))
+        position.begin_step(15)
+        with suppress(RuntimeError), phase("reduce"):
+            position.begin_wait(_Group(), "all_reduce")
+            time.sleep(0.25)
+            raise RuntimeError  # what the rank says next is said outside the phase
+        sentence = str(peers_lost(memory, 2, 4, 6.0, RuntimeError("[pair.cc:1] Timed out waiting 6000ms\nmore")))
+    finally:
+        position.attach(None)
+    assert early.startswith("rank 2 of 4 lost another rank after waiting 0.")
+    assert early.endswith("(recovery.collective_after = 6 s), before its first step: Connection refused")
+    waited = re.match(r"rank 2 of 4 lost rank 0 after waiting (\d+\.\d) s ", sentence)
+    assert waited and float(waited[1]) >= 0.2
+    assert sentence.endswith(
+        "(recovery.collective_after = 6 s), in step 15, reduce, in all_reduce number 1 of replicate (ranks 0, 2): "
+        "[pair.cc:1] Timed out waiting 6000ms"
+    )

@@ -14,7 +14,7 @@ from meshwright.checkpoint.folder import CHECKPOINTS, steps
 from meshwright.cli.auto import settled_layout, settled_sync
 from meshwright.errors import InputError
 from meshwright.job.job import Job, load_job
-from meshwright.recovery.environment import RankPlace, detect_environment, restarted
+from meshwright.recovery.environment import Begin, RankPlace, detect_environment, restarted
 from meshwright.recovery.launch import check_port, launch
 from meshwright.recovery.lock import RunLock
 from meshwright.recovery.threads import threads
@@ -28,6 +28,9 @@ def train(
     layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2"; auto: planned.')] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="Go on if --out holds a run, else start: the same each time.")
+    ] = False,
     from_step: Annotated[
         int | None, typer.Option(min=0, help="With --resume: from this checkpoint; later ones are put aside.")
     ] = None,
@@ -41,8 +44,13 @@ def train(
     """
     if from_step is not None and not resume:
         raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
+    if resume and resume_or_start:
+        raise InputError("--resume-or-start: resumes where there is a run; leave --resume out, or it out")
     place = detect_environment()
-    planned = settled_layout(load_job(job_file, overrides or [], layout), place, out if resume else None, as_json)
+    # By torchrun, after a failure: from the last checkpoint, whichever it began from.
+    again = resume_or_start or (place is not None and restarted())
+    run = out if resume or again else None
+    planned = settled_layout(load_job(job_file, overrides or [], layout), place, run, as_json)
     job = planned.job.resolve(place.world_size, ranks_from=place.source) if place else planned.job.resolve()
     job = settled_sync(job, as_json or (place is not None and place.rank != 0))
     check_port(port)  # before anything is written
@@ -53,28 +61,31 @@ def train(
                 f"--port: {port} is where ranks meet, which sync.strategy=server has not; leave it out, or use "
                 f"--set sync.server_port={port}"
             )
+        if resume_or_start:
+            raise InputError("--resume-or-start: sync.strategy=server replaces its own processes; leave it out")
         _train_with_servers(job, out, resume, from_step, as_json, place, planned.write)
         return
-    held = []  # the lock of the directory, until this process ends
-    again = place is not None and restarted() and (out / "job.toml").is_file()
-    if again:  # by torchrun, after a failure: from the last checkpoint, whichever it began from
-        resume, from_step = bool(steps(out / CHECKPOINTS)), None
+    held: list[RunLock] = []  # the lock of the directory, until this process ends
 
-    def prepare() -> None:
-        if again and not resume:
+    def prepare() -> Begin:
+        begin = Begin(resume=resume, restart=False)
+        if again and (out / "job.toml").is_file():
+            begin = Begin(resume=bool(steps(out / CHECKPOINTS)), restart=True)
+        if begin.restart and not begin.resume:  # it failed before its first checkpoint
             held.append(RunLock(out))
-            return
-        held.append(prepare_run(job, out, resume=resume, from_step=from_step))
+            return begin
+        held.append(prepare_run(job, out, resume=begin.resume, from_step=None if begin.restart else from_step))
         planned.write(out)
+        return begin
 
     if place is not None:
-        _be_a_rank(place, job, out, resume, as_json, prepare, again)
+        _be_a_rank(place, job, out, as_json, prepare)
         return
-    prepare()
+    begin = prepare()
     if not as_json:
         print(f"training {job.model_spec.name} ({job.model_spec.parameter_count:,} parameters) on {job.layout.ranks} "
               f"ranks: {job.layout}", flush=True)  # fmt: skip
-    words = [*(["--resume"] if resume else []), *(["--quiet"] if as_json else [])]
+    words = [f"--{name}" for name, on in (*begin._asdict().items(), ("quiet", as_json)) if on]
     launch(out, job, words, port=port, replan=for_fewer_ranks)
     _report(job, out, as_json)
 
@@ -102,16 +113,14 @@ def _train_with_servers(
     _report(job, out, as_json)
 
 
-def _be_a_rank(
-    place: RankPlace, job: Job, out: Path, resume: bool, as_json: bool, prepare: Callable[[], None], again: bool
-) -> None:
+def _be_a_rank(place: RankPlace, job: Job, out: Path, as_json: bool, prepare: Callable[[], Begin]) -> None:
     from meshwright.recovery.rank import run_as_rank
     from meshwright.train.worker import train_rank
 
     place.export()
 
     def work() -> None:
-        train_rank(out, resume=resume, job=job, quiet=as_json, prepare=prepare, restart=again)
+        train_rank(out, resume=False, job=job, quiet=as_json, prepare=prepare)
         if place.rank == 0:
             _report(job, out, as_json)
 

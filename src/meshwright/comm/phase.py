@@ -28,16 +28,18 @@ def phase(name: str) -> Iterator[None]:
     global _current
     previous, _current = _current, name
     in_phase(name)
-    timeline = active_timeline()
+    timeline, whole = active_timeline(), False
     try:
         if timeline is None:
             yield
         else:
             with timeline.span(name) if name in _OWN_KIND else timeline.span("compute", name):
                 yield
+        whole = True
     finally:
         _current = previous
-        in_phase(previous)
+        if whole:  # after an error the position still says where it happened, for whoever asks why
+            in_phase(previous)
 
 
 def current_phase() -> str:

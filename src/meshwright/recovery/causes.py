@@ -14,7 +14,7 @@ _NAMES = (
 )  # fmt: skip
 PEER_LOST = (
     "closed by peer", "reset by peer", "broken pipe", "connection refused", "timed out", "remote process",
-    "of its group of", "socket closed", "connection was likely closed",
+    "of its group of", "socket closed", "connection was likely closed", "no route to host", "network is unreachable",
 )  # fmt: skip
 """What a rank says when one it was talking to is gone: a consequence, not the cause."""
 

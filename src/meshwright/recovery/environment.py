@@ -6,8 +6,18 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.errors import InputError
+
+
+class Begin(NamedTuple):
+    """How a run begins, which its first rank finds out for all."""
+
+    resume: bool
+    """From its last checkpoint."""
+    restart: bool
+    """After a failure: what it recorded beyond where it goes on from is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

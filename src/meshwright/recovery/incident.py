@@ -73,9 +73,11 @@ def position_values(position: Position) -> dict[str, Any]:
 
 def where(position: Position) -> str:
     """Where a rank is, in words."""
-    if position.process == 0 or (position.step == 0 and position.phase in ("setup", "none")):
+    if position.process == 0:
         return "before its first step"
     text = f"in step {position.step}, {'between two phases' if position.phase == 'none' else position.phase}"
+    if position.step == 0 and position.phase in ("setup", "none"):
+        text = "before its first step"
     if position.phase in ("forward", "backward", "recompute"):
         text += f" of micro-batch {position.micro_batch}"
     if position.waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import warnings
 from collections.abc import Callable
@@ -14,10 +15,13 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives import all_gather_json
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.job.job import Job, load_job
 from meshwright.recovery.causes import lost_a_peer
+from meshwright.recovery.environment import Begin
 from meshwright.recovery.handover import Here, await_the_launcher
+from meshwright.recovery.lost import keep_position, peers_lost
+from meshwright.recovery.meeting import join
 from meshwright.recovery.rank import RECORDS_VARIABLE, run_as_rank
 from meshwright.recovery.shared import Member
 from meshwright.recovery.threads import threads
@@ -49,7 +53,7 @@ def train_rank(
     resume: bool,
     job: Job | None = None,
     quiet: bool = False,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], Begin] | None = None,
     restart: bool = False,
     state: Path | None = None,
 ) -> None:
@@ -60,7 +64,8 @@ def train_rank(
         resume: go on from its last checkpoint.
         job: absent: the directory's ``job.toml``.
         quiet: no progress on the terminal.
-        prepare: what the first rank does before any trains, where no launcher did; if it refuses, all ranks do.
+        prepare: what the first rank does before any trains, where no launcher did; if it refuses, all ranks do. What it
+            finds takes the place of ``resume`` and ``restart`` on every rank.
         restart: after a failure: what the run recorded beyond where it goes on from is forgotten.
         state: go on from this state in memory instead.
 
@@ -69,26 +74,43 @@ def train_rank(
         MeshwrightError: the input is wrong, or training failed.
     """
     here = _here()
+    memory = keep_position() if here is None else None
     job = job or load_job(run_dir / "job.toml")
     torch.set_num_threads(threads())
     prepare_determinism(job)
     device = choose_device(job)
-    _join("nccl" if device.type == "cuda" else "gloo", here, timedelta(seconds=job.recovery.collective_after))
+    timeout = timedelta(seconds=job.recovery.collective_after)
+    _join("nccl" if device.type == "cuda" else "gloo", here, timeout)
     if dist.get_rank() != 0:
         # The first rank speaks; what it would warn of, the others would repeat.
         warnings.simplefilter("ignore")
-    with Mesh(job.layout, device.type) as mesh:
-        if prepare is not None:
-            on_first_rank(prepare, mesh)
+    with Mesh(job.layout, device.type, timeout=timeout) as mesh:
         try:
+            if prepare is not None:
+                resume, restart = on_first_rank(prepare, mesh)
             TrainingLoop(
                 job, mesh, run_dir, device=device, resume=resume, quiet=quiet, restart=restart, state=state, here=here
             ).run()
         except Exception as error:
-            if here is not None and lost_a_peer(str(error)):
-                await_the_launcher(job.recovery.handover)
+            _if_a_peer_is_lost(error, here, memory, job)
             raise
     dist.destroy_process_group()
+
+
+def _if_a_peer_is_lost(error: Exception, here: Here | None, memory: mmap.mmap | None, job: Job) -> None:
+    """Stay for our launcher, if there is one; otherwise say whom this rank waited for.
+
+    Raises:
+        PeersLost: another rank is gone, and no launcher of ours watches.
+    """
+    if not lost_a_peer(str(error)):
+        return
+    if here is not None:
+        await_the_launcher(job.recovery.handover)
+    elif memory is not None and not isinstance(error, MeshwrightError):
+        raise peers_lost(
+            memory, dist.get_rank(), dist.get_world_size(), job.recovery.collective_after, error
+        ) from error
 
 
 def _here() -> Here | None:
@@ -103,27 +125,28 @@ def _here() -> Here | None:
 
 def _join(backend: str, here: Here | None, timeout: timedelta) -> None:
     if here is None:
-        dist.init_process_group(backend, timeout=timeout)
+        join(backend, timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=here.store(size, timeout), rank=rank, world_size=size, timeout=timeout)
 
 
-def on_first_rank(prepare: Callable[[], None], mesh: Mesh) -> None:
-    """Run ``prepare`` on the first rank; every rank leaves together, with its refusal if it refused.
+def on_first_rank(prepare: Callable[[], Begin], mesh: Mesh) -> Begin:
+    """Run ``prepare`` on the first rank; what it found, on every rank. They leave together if it refused.
 
     Raises:
         InputError: it did.
     """
-    refusal = None
+    found, refusal = Begin(resume=False, restart=False), None
     if mesh.coordinate("world") == 0:
         try:
-            prepare()
+            found = prepare()
         except InputError as error:
             refusal = str(error)
-    said = all_gather_json(refusal, mesh.group("world"))[0]
+    *begin, said = all_gather_json([*found, refusal], mesh.group("world"))[0]
     if said is not None:
         raise InputError(said)
+    return Begin(*begin)
 
 
 def main(arguments: list[str] | None = None) -> None:
