@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ class TwoHosts:
             cwd=ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # the program beside these tests, whichever is installed
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": place.interface,
                 **(environment or {}),
@@ -121,6 +121,11 @@ class TwoHosts:
         form = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"] if rate is not None else []
         for place in self.hosts:
             _output("tc", "-n", place.namespace, "qdisc", *how, "dev", place.interface, "root", *form)
+
+    def set_link(self, host: int, state: Literal["up", "down"]) -> None:
+        """Take the host's end of the link down, or up again; the other end sees it lose its carrier."""
+        place = self.hosts[host]
+        _ip("-n", place.namespace, "link", "set", place.interface, state)
 
     def _kill_all(self) -> None:
         """End every process in either namespace, grandchildren too."""
