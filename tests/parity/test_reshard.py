@@ -43,6 +43,14 @@ def test_a_sample_of_pairs(ranks: Ranks, tmp_path: Path) -> None:
     assert max(result.max_relative_parameter_difference for result in results) < 1e-10
 
 
+def test_delayed_layouts_take_over_from_each_other_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Two versions of the parameters are saved and taken over; other layouts would go on to other numbers."""
+    assert all(giver.layout.delayed == taker.layout.delayed for giver, taker in pairs_of(8))
+    two, four = case("pp=2 schedule=2bw micro_batch=1"), case("dp=2 pp=2 zero=1 schedule=2bw micro_batch=1")
+    for result in prove(ranks, tmp_path, [(two, four), (four, two)]):
+        assert result.passed, result
+
+
 def test_one_to_three_ranks_over_two(ranks: Ranks, tmp_path: Path) -> None:
     proof = Proof(Prover(ranks), small_job("dp=1"), "float64", tmp_path)
     result = proof.chain(("dp=1 micro_batch=1", "dp=2 zero=3 micro_batch=1", "dp=3 zero=2 micro_batch=1"))
@@ -87,9 +95,11 @@ def test_the_proof_sees_what_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
 def test_the_matrix_holds_all_pairs_of_small_layouts() -> None:
     """Every layout of the standard set with at most 4 ranks meets every other; those of 8 are sampled, both ways."""
     pairs = pairs_of(8)
-    small = {str(a.layout) for a, _ in pairs if a.layout.ranks <= 4 and not a.tied}
-    met = {(str(a.layout), str(b.layout)) for a, b in pairs if not a.tied and max(a.layout.ranks, b.layout.ranks) <= 4}
-    assert met == {(a, b) for a in small for b in small} and len(small) >= 45
+    for delayed, least in ((False, 45), (True, 4)):
+        chosen = [(a.layout, b.layout) for a, b in pairs if not a.tied and a.layout.delayed == delayed]
+        small = {str(a) for a, _ in chosen if a.ranks <= 4}
+        met = {(str(a), str(b)) for a, b in chosen if max(a.ranks, b.ranks) <= 4}
+        assert met == {(a, b) for a in small for b in small} and len(small) >= least
     large = {str(a.layout) for a, _ in pairs if a.layout.ranks == 8}
     assert large and large == {str(b.layout) for _, b in pairs if b.layout.ranks == 8}
 
