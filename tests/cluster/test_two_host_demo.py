@@ -25,6 +25,7 @@ def train(hosts: TwoHosts, out: Path, steps: int) -> list[int]:
     return [hosts.counters(host).sent - sent for host, sent in enumerate(before)]
 
 
+@pytest.mark.all
 @pytest.mark.timeout(400)
 def test_bytes_on_the_link_are_those_of_the_ledger(hosts: TwoHosts, tmp_path: Path) -> None:
     few, more = (train(hosts, tmp_path / f"{steps}-steps", steps) for steps in (FEW, MORE))

@@ -15,7 +15,8 @@ RENDEZVOUS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.all)])
+@pytest.mark.all
+@pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_ranks_started_again_meet_in_a_store_with_old_addresses(
     begin: Callable[..., subprocess.Popen[str]], backend: str
 ) -> None:

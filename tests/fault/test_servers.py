@@ -108,6 +108,7 @@ def nobody_left(out: Path, seconds: float = 10.0) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.all
 def test_a_killed_worker_and_a_killed_primary_change_no_bit(
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:

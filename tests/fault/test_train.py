@@ -168,6 +168,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on_to_the_same_bits(
     assert_same_bits(out, whole)
 
 
+@pytest.mark.all
 def test_kill_9_of_the_launcher_leaves_no_process(
     begin: Callable[..., subprocess.Popen[str]], job: Path, whole: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_torchrun_starts_the_ranks(begin: Callable[..., subprocess.Popen[str]], 
     assert not (theirs / "logs").exists(), "its launcher, not ours, keeps the logs"
 
 
+@pytest.mark.all
 def test_torchrun_with_the_wrong_number_of_ranks(begin: Callable[..., subprocess.Popen[str]], job: Path) -> None:
     out = job.parent / "wrong-number"
     process = begin(
@@ -229,6 +231,7 @@ def test_torchrun_with_the_wrong_number_of_ranks(begin: Callable[..., subprocess
     assert not os.path.exists(out)
 
 
+@pytest.mark.all
 def test_under_torchrun_every_rank_leaves_when_the_first_refuses(
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:

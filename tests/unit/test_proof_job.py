@@ -18,6 +18,7 @@ SETTINGS = (
     ["optimizer.name=sgd", "optimizer.momentum=0.5"],
     ["precision.dtype=float16", "precision.loss_scale_initial=1024", "precision.loss_scale_growth_interval=7"],
     ["checkpoint.interval=auto", "checkpoint.mtbf_hours=3", "checkpoint.mode=async"],
+    ["recovery.digest_every=1", "recovery.memory_every=2", "recovery.outlier=9", 'fault.inject=["nan rank=0 step=1"]'],
     ["train.nonfinite=skip", "train.deterministic=true", "batch.micro_batch_limits=[4, 4]", "batch.split=auto"],
 )
 
