@@ -183,7 +183,9 @@ def test_bad_data_is_found_before_any_rank_starts(tmp_path: Path) -> None:
         open_corpora(job(tmp_path, train=str(tmp_path / "one.txt")).data, 300)
 
 
-def test_the_bar_is_drawn_on_terminals_only() -> None:
+def test_the_bar_is_drawn_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one gets no bar
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
