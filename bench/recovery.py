@@ -159,7 +159,7 @@ def theirs(folder: Path, name: str) -> Run:
     ]  # fmt: skip
     return Run(
         command, out / "steps.jsonl", lambda rank: int((out / f"rank-{rank}.pid").read_text(encoding="ascii")),
-        # Without it ranks of the next attempt meet addresses of dead ones in the agent's store (pytorch issue 135712).
+        # Without it ranks of the next attempt meet addresses of dead ones in the agent's store.
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
 

@@ -29,8 +29,8 @@ class Strategy:
 
     def settings(self, steps: int, **others: int) -> list[str]:
         """Of the command line; a callable value is one of the number of steps; ``others`` replace."""
-        values = {key: value(steps) if callable(value) else value for key, value in self.sync.items()}
-        return [f"sync.{key}={value}" for key, value in {**values, **others}.items()]
+        values = {key: self._value(key, steps) for key in self.sync} | others
+        return [f"sync.{key}={value}" for key, value in values.items()]
 
     def whole_steps(self, steps: int) -> int:
         """Its first steps, in which gradients travel whole."""

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
+from meshwright.cli.main import main
+
 ROOT = Path(__file__).parents[1]
 
 JOB = """
@@ -69,3 +73,13 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one sentence with which a command must end, with exit code 2 and nothing on standard output."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1), said
+    return said.err.rstrip("\n")

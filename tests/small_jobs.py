@@ -44,6 +44,24 @@ def small_job(layout: str, **sections: dict[str, Any]) -> Job:
     return job_from_values(values).resolve()
 
 
+WIDE: dict[str, Any] = {"vocabulary": 97, "hidden": 64, "layers": 8, "heads": 16, "kv_heads": 8, "ffn_hidden": 96}
+"""Of a model that most layouts of up to 8 ranks can split."""
+
+
+def unresolved_job(layout: str = "", **changes: Any) -> Job:
+    """A job of such a model as it was read, for what resolving it refuses; ``changes``: ``section__key=value``."""
+    values: dict[str, Any] = {
+        "model": WIDE,
+        "data": {"train": "/corpus.txt", "sequence_length": 64},
+        "batch": {"global_size": 8},
+        "layout": layout,
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        values[section] = {**values.get(section, {}), name: value}
+    return job_from_values(values)
+
+
 def samples(job: Job, *, masked: bool = True) -> ProofSamples:
     """Random samples for a job."""
     return ProofSamples(job.model_spec.vocabulary, job.data.sequence_length, seed=11, masked=masked)

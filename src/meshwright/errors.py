@@ -37,3 +37,8 @@ class SaveError(MeshwrightError):
 
 class TrainingStopped(MeshwrightError):
     """Training ended early by an agreed decision (NaN policy, signal); what was saved stays saved."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -15,18 +15,10 @@ from meshwright.cli import calibrate_machine as calibrating
 from meshwright.cli.main import main
 from meshwright.errors import InputError
 from meshwright.files import folder_problem
-from tests.command_line import write_job
+from tests.command_line import refused, write_job
 
 NOWHERE = Path("/proc/meshwright")
 """What nobody can make, whoever runs the tests."""
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1), said
-    return said.err.rstrip("\n")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.errors import InputError
 from meshwright.job.job import load_job
 from meshwright.recovery.threads import threads
-from tests.command_line import settings, write_job
+from tests.command_line import refused, settings, write_job
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +31,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(*words: object) -> None:
     with pytest.raises(AssertionError, match="ranks were started"):
         main(["train", *map(str, words)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *map(str, words)])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1), said
-    return said.err.rstrip("\n")
 
 
 def checkpoint(run: Path, step: int, **header: Any) -> Path:
@@ -68,7 +59,7 @@ def test_other_samples_leave_the_run_as_it_was(
 ) -> None:
     checkpoint(run, 2, state={"seed": 3, "samples": 100_000 if "data" in pairs[0] else None})
     before = (run / "job.toml").read_bytes()
-    assert what in refused(capsys, job, "--out", run, "--resume", *settings(*pairs))
+    assert what in refused(capsys, "train", job, "--out", run, "--resume", *settings(*pairs))
     assert (run / "job.toml").read_bytes() == before
 
 
@@ -85,9 +76,9 @@ def test_a_newest_checkpoint_of_a_later_format_is_not_passed_over(
     said = (
         f"checkpoint: {later} has format version 9, but this meshwright reads versions 1 and 2; use a newer meshwright"
     )
-    assert refused(capsys, job, "--out", run, "--resume") == f"--resume: {said}"
+    assert refused(capsys, "train", job, "--out", run, "--resume") == f"--resume: {said}"
     checkpoint(run, 2)
-    assert refused(capsys, job, "--out", run, "--resume") == (
+    assert refused(capsys, "train", job, "--out", run, "--resume") == (
         f"--resume: {said}; --from-step 2 goes on from the one before"
     )
     start(job, "--out", run, "--resume", "--from-step", "2")
@@ -95,8 +86,8 @@ def test_a_newest_checkpoint_of_a_later_format_is_not_passed_over(
 
 def test_why_there_is_no_checkpoint_to_go_on_from(job: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint(run, 4) / "manifest.json").unlink()
-    assert "has no complete checkpoint (checkpoint: " in refused(capsys, job, "--out", run, "--resume")
-    assert "step 4; start again" in refused(capsys, job, "--out", run, "--resume", "--from-step", "4")
+    assert "has no complete checkpoint (checkpoint: " in refused(capsys, "train", job, "--out", run, "--resume")
+    assert "step 4; start again" in refused(capsys, "train", job, "--out", run, "--resume", "--from-step", "4")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +155,7 @@ def test_threads_that_are_none(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert refused(capsys, job, "--out", tmp_path / "run") == (
+    assert refused(capsys, "train", job, "--out", tmp_path / "run") == (
         "OMP_NUM_THREADS=many is no number of threads; use a whole number of at least 1, or unset it for 1"
     )
     assert not (tmp_path / "run").exists()

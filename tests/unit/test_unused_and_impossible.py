@@ -8,12 +8,11 @@ import pytest
 
 from meshwright.checkpoint.remote import Store
 from meshwright.cli import train as train_verb
-from meshwright.cli.main import main
 from meshwright.errors import InputError
 from meshwright.job.job import load_job
 from meshwright.observe.progress import _time
 from meshwright.sync.server.sockets import listen
-from tests.command_line import settings, write_job
+from tests.command_line import refused, settings, write_job
 
 
 @pytest.fixture
@@ -27,14 +26,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(train_verb, "launch", started)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1), said
-    return said.err.rstrip("\n")
 
 
 @pytest.mark.parametrize(

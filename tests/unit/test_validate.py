@@ -17,21 +17,7 @@ from meshwright.job.model_spec import ModelSpec
 from meshwright.job.presets import PRESETS, preset
 from meshwright.job.schedule_rules import micro_batch_rule, micro_steps
 from meshwright.job.validate import check_job
-
-TINY: dict[str, Any] = {"vocabulary": 97, "hidden": 64, "layers": 8, "heads": 16, "kv_heads": 8, "ffn_hidden": 96}
-
-
-def make(layout: str = "", **changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": TINY,
-        "data": {"train": "/corpus.txt", "sequence_length": 64},
-        "batch": {"global_size": 8},
-        "layout": layout,
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        values[section] = {**values.get(section, {}), name: value}
-    return job_from_values(values)
+from tests.small_jobs import WIDE, unresolved_job
 
 
 def refused(job: Job, ranks: int | None = None, **more: Any) -> list[str]:
@@ -70,7 +56,7 @@ def refused(job: Job, ranks: int | None = None, **more: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_layouts_that_do_not_fit_the_job(layout: str, sentence: str) -> None:
-    assert refused(make(layout)) == [sentence]
+    assert refused(unresolved_job(layout)) == [sentence]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +69,7 @@ def test_layouts_that_do_not_fit_the_job(layout: str, sentence: str) -> None:
     ],
 )  # fmt: skip
 def test_layouts_that_fit(layout: str) -> None:
-    job = make(layout).resolve()
+    job = unresolved_job(layout).resolve()
     asked = parse_layout(layout)
     assert job.layout.model_copy(update={"micro_batch": None}) == asked
     assert job.layout.micro_batch is not None
@@ -91,17 +77,17 @@ def test_layouts_that_fit(layout: str) -> None:
 
 
 def test_degrees_must_multiply_to_the_ranks_and_say_where_they_came_from() -> None:
-    job = make().with_layout(parse_layout("dp=2 tp=2"), "--layout")
+    job = unresolved_job().with_layout(parse_layout("dp=2 tp=2"), "--layout")
     assert refused(job, 8, ranks_from="WORLD_SIZE") == [
         "layout: dp=2 (--layout) x tp=2 (--layout) x pp=1 (default) is 4 ranks, but there are 8 ranks (WORLD_SIZE); "
         "use degrees whose product is 8, or 4 ranks"
     ]
-    assert refused(make("dp=2", cluster__ranks=1)) == [
+    assert refused(unresolved_job("dp=2", cluster__ranks=1)) == [
         "layout: dp=2 (given) x tp=1 (default) x pp=1 (default) is 2 ranks, but there are 1 rank (given); "
         "use degrees whose product is 1, or 2 ranks"
     ]
-    assert make("zero=1").resolve(4).layout.dp == 4, "without degrees all ranks are data parallel"
-    assert make("zero=1").resolve(4).source("layout.dp") == "chosen"
+    assert unresolved_job("zero=1").resolve(4).layout.dp == 4, "without degrees all ranks are data parallel"
+    assert unresolved_job("zero=1").resolve(4).source("layout.dp") == "chosen"
 
 
 def test_experts_can_be_planned_only() -> None:
@@ -141,20 +127,20 @@ def test_experts_can_be_planned_only() -> None:
 )  # fmt: skip
 def test_other_fields_that_do_not_fit(changes: dict[str, Any], layout: str, sentence: str) -> None:
     if "model" in {key.split("__")[0] for key in changes}:
-        changes = {**{f"model__{key}": value for key, value in TINY.items()}, **changes}
-    assert refused(make(layout, **changes)) == [sentence]
+        changes = {**{f"model__{key}": value for key, value in WIDE.items()}, **changes}
+    assert refused(unresolved_job(layout, **changes)) == [sentence]
 
 
 def test_several_faults_come_together() -> None:
-    lines = refused(make("dp=4 shard=3 zero=2 tp=3 cp=2", train__compile=True), 5)
+    lines = refused(unresolved_job("dp=4 shard=3 zero=2 tp=3 cp=2", train__compile=True), 5)
     assert len(lines) == 5
 
 
 def test_too_few_micro_batches_say_where_the_number_comes_from() -> None:
-    (line,) = refused(make("dp=4 pp=4 micro_batch=1"))
+    (line,) = refused(unresolved_job("dp=4 pp=4 micro_batch=1"))
     assert "2 a step on each data-parallel rank, but schedule 1f1b with pp=4 needs at least 4" in line
     assert line.endswith("batch.global_size=8, dp=4 (given) and micro_batch=1 (given) give 2")
-    (line,) = refused(make("pp=2 schedule=interleaved micro_batch=1", batch__global_size=5))
+    (line,) = refused(unresolved_job("pp=2 schedule=interleaved micro_batch=1", batch__global_size=5))
     assert "use 4 or 6" in line and line.endswith("give 5")
 
 
@@ -185,9 +171,8 @@ def test_the_chosen_micro_batch_is_legal_whenever_one_is(
     size: int, sequence: int, dp: int, pp: int, schedule: Schedule, tp: int, deterministic: bool
 ) -> None:
     layout = Layout(dp=dp, tp=tp, pp=pp, schedule=schedule if pp > 1 else "1f1b")
-    job = make(batch__global_size=size, data__sequence_length=sequence, train__deterministic=deterministic).with_layout(
-        layout
-    )
+    changes = {"batch__global_size": size, "data__sequence_length": sequence, "train__deterministic": deterministic}
+    job = unresolved_job(**changes).with_layout(layout)
 
     def legal(number: int) -> bool:
         steps = micro_steps(size, number, dp)
@@ -205,7 +190,7 @@ def test_the_chosen_micro_batch_is_legal_whenever_one_is(
 @given(st.integers(1, 32), st.integers(1, 6))
 def test_the_deterministic_micro_batch_does_not_depend_on_dp(size: int, dp: int) -> None:
     chosen = {
-        make(f"dp={degree} tp=4", batch__global_size=size, data__sequence_length=6, train__deterministic=True)
+        unresolved_job(f"dp={degree} tp=4", batch__global_size=size, data__sequence_length=6, train__deterministic=True)
         .resolve()
         .layout.micro_batch
         for degree in (1, dp)
@@ -222,18 +207,18 @@ def test_micro_steps_cover_uneven_batches() -> None:
 
 def test_model_state_bytes_by_hand() -> None:
     """4 ranks, float32: 16 bytes a parameter; ZeRO-1, 2, 3 divide 8, 12, 16 of them by dp."""
-    spec = ModelSpec(**TINY)
+    spec = ModelSpec(**WIDE)
     count = spec.parameter_count
-    assert model_state_bytes(make()) == [16 * count]
+    assert model_state_bytes(unresolved_job()) == [16 * count]
     shard = -(-count // 4)
-    assert model_state_bytes(make("dp=4 zero=1")) == [8 * count + 8 * shard]
-    assert model_state_bytes(make("dp=4 zero=2")) == [4 * count + 12 * shard]
-    assert model_state_bytes(make("dp=4 zero=3")) == [16 * shard]
-    half = make("dp=4 zero=3", precision__dtype="bfloat16")
+    assert model_state_bytes(unresolved_job("dp=4 zero=1")) == [8 * count + 8 * shard]
+    assert model_state_bytes(unresolved_job("dp=4 zero=2")) == [4 * count + 12 * shard]
+    assert model_state_bytes(unresolved_job("dp=4 zero=3")) == [16 * shard]
+    half = unresolved_job("dp=4 zero=3", precision__dtype="bfloat16")
     assert model_state_bytes(half) == [(2 + 4 + 12) * shard]
-    assert model_state_bytes(make(optimizer__name="sgd")) == [8 * count]
+    assert model_state_bytes(unresolved_job(optimizer__name="sgd")) == [8 * count]
     with pytest.raises(InputError, match=r"this machine: 10 bytes a rank, but .* are [0-9,]+ bytes under layout"):
-        check_memory(make(), 10, "this machine")
+        check_memory(unresolved_job(), 10, "this machine")
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "mixtral" not in name])

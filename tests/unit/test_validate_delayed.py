@@ -7,26 +7,16 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.job.job import Job, job_from_values
+from meshwright.job.job import Job
 from meshwright.plan.arrays import SCHEDULES, Work
 from meshwright.plan.legality import Modes
 from meshwright.plan.planner import plan
 from meshwright.plan.space import Counts, Space
-
-MODEL = {"vocabulary": 97, "hidden": 64, "layers": 8, "heads": 16, "kv_heads": 8, "ffn_hidden": 96}
+from tests.small_jobs import unresolved_job
 
 
 def make(layout: str, **changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": MODEL,
-        "data": {"train": "/corpus.txt", "sequence_length": 64},
-        "batch": {"global_size": 16},
-        "layout": layout,
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        values[section] = {**values.get(section, {}), name: value}
-    return job_from_values(values)
+    return unresolved_job(layout, **{"batch__global_size": 16, **changes})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.files import check_file, unreadable
-from meshwright.errors import DataError, InputError
+from meshwright.errors import DataError, InputError, first_line
 
 Format = Literal["text", "jsonl", "parquet", "megatron"]
 
@@ -229,8 +229,5 @@ def _parquet(path: Path, options: ReadOptions) -> Iterator[Document]:
                 yield _from_record(record, options, f"'{path}' row {row}")
                 row += 1
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"'{path}' is not a whole Parquet file after row {row}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        said = first_line(error).rstrip(".")
+        raise DataError(f"'{path}' is not a whole Parquet file after row {row}: {said}") from None

@@ -87,6 +87,11 @@ class Layout(BaseModel):
         return self.pp > 1 and self.schedule in DELAYED_SCHEDULES
 
     @property
+    def versions(self) -> int:
+        """How often a rank holds its parameters and their gradients: twice where steps overlap."""
+        return 2 if self.delayed else 1
+
+    @property
     def stage_count(self) -> int:
         """Pipeline stages in all."""
         return self.pp * self.virtual_stages if self.pp > 1 else 1

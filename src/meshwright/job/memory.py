@@ -54,7 +54,7 @@ def model_state_bytes(job: Job) -> list[int]:
     parameter = DTYPE_BYTES[job.precision.dtype]
     wide = max(parameter, 4)
     moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
-    versions = 2 if layout.delayed else 1
+    versions = layout.versions
     state = moments * wide + (versions * wide if parameter < wide else 0)
     totals = []
     for elements in pipeline_rank_elements(job.model_spec, layout):

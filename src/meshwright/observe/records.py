@@ -38,11 +38,25 @@ def _not_finite(value: object) -> bool:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a JSONL file; an absent file has none."""
+    """All whole records of a JSONL file; an absent file has none.
+
+    Raises:
+        ValueError: a line is no JSON object; says which, and of which file.
+    """
     if not path.exists():
         return []
     with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [_record(path, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path} line {number} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} line {number} is no JSON object")
+    return value
 
 
 def truncate_after_step(path: Path, step: int) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from meshwright.errors import InputError
 from meshwright.job.job import Job, run_job
 from meshwright.ledger.ledger import Ledger
+from meshwright.observe.records import read_json_lines
 from meshwright.plan.answer import Plan
 from meshwright.schedule.simulate import Simulation
 
@@ -161,17 +162,11 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; a last one that was cut short is none."""
-    found = []
-    for number, line in enumerate(_text(path).split("\n")[:-1], 1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"report: {path} line {number} is no JSON ({error}); drop that line") from None
-        if not isinstance(value, dict):
-            raise InputError(f"report: {path} line {number} is no JSON object; drop that line")
-        found.append(value)
-    return found
+    _text(path)
+    try:
+        return read_json_lines(path)
+    except ValueError as error:
+        raise InputError(f"report: {error}; drop that line") from None
 
 
 def _text(path: Path) -> str:

@@ -285,13 +285,8 @@ def parameter_bytes(job: Job, place: Place) -> list[Amount]:
     return _of_all_versions(job, amounts)
 
 
-def versions(job: Job) -> int:
-    """How often a rank holds its parameters and the buffers of their gradients: twice where steps overlap."""
-    return 2 if job.layout.delayed else 1
-
-
 def _of_all_versions(job: Job, amounts: list[Amount]) -> list[Amount]:
-    count = versions(job)
+    count = job.layout.versions
     if count == 1:
         return amounts
     return [Amount(one.quantity, f"{count} versions x {one.formula}", count * one.value) for one in amounts]
@@ -370,4 +365,4 @@ def lane_bytes(job: Job, place: Place) -> int:
     not a multiple of ``LANES``; each version of the parameters has its own.
     """
     tails = sum(unit.times for unit in units(job, place) for piece in unit.ranges() if piece.count % LANES)
-    return versions(job) * (2 + moments(job.optimizer)) * LANES * tails * place.wide_bytes
+    return job.layout.versions * (2 + moments(job.optimizer)) * LANES * tails * place.wide_bytes

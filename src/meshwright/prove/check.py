@@ -18,7 +18,7 @@ from meshwright.prove.matrix import PROOF_SEQUENCE, Case, layout_cases, proof_sp
 from meshwright.prove.oracle import train_one_device
 from meshwright.prove.parity import PARAMETER_BOUNDS, Parity, Trace, compare
 from meshwright.prove.planted import PLANTS, Plant
-from meshwright.prove.pool import RankFailure, RankPool
+from meshwright.prove.pool import RankFailure, RankPool, last_line
 from meshwright.prove.proof_data import ProofSamples
 
 _LEAST_EPS = 1e-6
@@ -156,7 +156,7 @@ class Prover:
                 inf,
                 inf,
                 inf,
-                str(error).strip().splitlines()[-1][:300],
+                last_line(error),
                 False,
             )
         return compare(

@@ -25,6 +25,11 @@ _START_SECONDS = 120.0
 """Within which every rank of a pool must have started."""
 
 
+def last_line(error: Exception) -> str:
+    """What an error says in its last line, cut to a line's length: of a rank's traceback, the error itself."""
+    return str(error).strip().splitlines()[-1][:300]
+
+
 class RankFailure(MeshwrightError):
     """A function failed on some rank of a pool; the message holds that rank's traceback."""
 

@@ -19,7 +19,7 @@ from meshwright.job.layout_text import parse_layout
 from meshwright.prove.check import Prover, proof_job
 from meshwright.prove.matrix import PROOF_SEQUENCE, Case, layout_cases
 from meshwright.prove.parity import PARAMETER_BOUNDS, Arrays, assemble
-from meshwright.prove.pool import RankFailure
+from meshwright.prove.pool import RankFailure, last_line
 from meshwright.prove.reshard_run import FewSamples, Leg, LegTrace, Source, Taken, row_digest, run_leg, take_over_all
 
 _STEPS = 2
@@ -150,7 +150,7 @@ class Proof:
             try:
                 self._saved[key] = self._save(case, self.folder / f"run-{len(self._saved)}")
             except (RankFailure, ValueError) as error:
-                self._saved[key] = _last_line(error)
+                self._saved[key] = last_line(error)
         return self._saved[key]
 
     def _save(self, case: Case, folder: Path) -> _Saved:
@@ -197,7 +197,7 @@ class Proof:
             )  # fmt: skip
         except RankFailure as error:
             for giver, _ in sources:
-                tell(self._failed(f"{giver.label} -> {taker.label}", taker.layout, _last_line(error)))
+                tell(self._failed(f"{giver.label} -> {taker.label}", taker.layout, last_line(error)))
             return
         for number, (giver, each) in enumerate(sources):
             tell(self._verdict(f"{giver.label} -> {taker.label}", taker.layout, each, [rank[number] for rank in ranks]))
@@ -243,7 +243,7 @@ class Proof:
                 legs.append(self._leg(case, start, start + _STEPS, come_from, save_to))
             expected, found = (assemble([rank.ended for rank in traces]) for traces in (alone, legs[-1]))
         except (RankFailure, ValueError) as error:
-            return self._failed(label, last, _last_line(error))
+            return self._failed(label, last, last_line(error))
         moved = _RATE * _STEPS * len(cases)
         relative = {
             key: float(numpy.abs(found[key] - value).max()) / max(float(numpy.abs(value).max()), moved)
@@ -274,7 +274,3 @@ def _flat(tensors: Arrays, index: dict[str, tuple[int, tuple[int, ...]]], elemen
 def _relative(a: float, b: float) -> float:
     gap = abs(a - b) / max(abs(b), 1e-30)
     return math.inf if math.isnan(gap) else gap
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1][:300]

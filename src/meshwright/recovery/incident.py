@@ -88,6 +88,11 @@ def where(position: Position) -> str:
     return text
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3, 5``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def what_waits(waiters: Sequence[int], positions: Mapping[int, Position]) -> str:
     """Who waits, and in what, in words; empty when nobody does."""
     if not waiters:

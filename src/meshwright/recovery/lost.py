@@ -7,8 +7,8 @@ import os
 import time
 
 from meshwright.comm import position
-from meshwright.errors import MeshwrightError
-from meshwright.recovery.incident import where
+from meshwright.errors import MeshwrightError, first_line
+from meshwright.recovery.incident import ranks_in_words, where
 
 
 class PeersLost(MeshwrightError):
@@ -34,11 +34,10 @@ def peers_lost(memory: mmap.mmap, rank: int, size: int, bound: float, error: Bas
         error: what the transport said.
     """
     here = position.read(memory)
-    others = [str(member) for member in here.members if member != rank] if here.waiting else []
-    whom = f"rank{'s' * (len(others) > 1)} {', '.join(others)}" if others else "another rank"
+    others = [member for member in here.members if member != rank] if here.waiting else []
+    whom = ranks_in_words(others) if others else "another rank"
     waited = time.monotonic() - here.changed
-    said = str(error).strip().splitlines()
     return PeersLost(
         f"rank {rank} of {size} lost {whom} after waiting {waited:.1f} s (recovery.collective_after = {bound:g} s), "
-        f"{where(here)}: {said[0] if said else type(error).__name__}"
+        f"{where(here)}: {first_line(error)}"
     )

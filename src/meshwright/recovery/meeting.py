@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, first_line
 from meshwright.recovery.causes import lost_a_peer
+from meshwright.recovery.incident import ranks_in_words
 
 _ROUND = "meshwright/round"
 _ANSWER_SECONDS = 10.0
@@ -55,10 +56,9 @@ def join(backend: str, timeout: timedelta) -> None:
         if not (isinstance(error, dist.DistError) or lost_a_peer(str(error))):
             raise
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        said = str(error).strip().splitlines()
         raise NotAllCame(
             f"rank {rank} of {size} could not join the others, who meet at {at}, within {timeout.total_seconds():g} s "
-            f"(recovery.collective_after): {said[0] if said else type(error).__name__}"
+            f"(recovery.collective_after): {first_line(error)}"
         ) from error
 
 
@@ -93,8 +93,8 @@ class _Meeting:
             number = self.store.add(_ROUND, 1)
             here = [_key(number, "here", str(rank)) for rank in range(1, self.size)]
             if not self._come(here, self._left()):
-                missing = [str(rank) for rank, key in enumerate(here, 1) if not self.store.check([key])]
-                raise self._late(f"{_ranks(missing)} to start" if missing else "the others to answer")
+                missing = [rank for rank, key in enumerate(here, 1) if not self.store.check([key])]
+                raise self._late(f"{ranks_in_words(missing)} to start" if missing else "the others to answer")
             tokens = [self.store.get(key).decode() for key in here]
             self.store.set(_key(number, "called"), json.dumps(tokens))
             answers = [_key(number, "answer", token) for token in tokens]
@@ -156,7 +156,3 @@ class _Meeting:
 
 def _key(number: int, *parts: str) -> str:
     return "/".join([_ROUND, str(number), *parts])
-
-
-def _ranks(ranks: list[str]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

@@ -121,7 +121,7 @@ def run_as_rank(work: Callable[[], object]) -> NoReturn:
         work()
     except TrainingStopped as stop:
         exit_code = 0 if folder is not None else stop.exit_code
-        _print(str(stop))
+        print_line(str(stop))
         _flush()
         report("stopped", stop.exit_code, str(stop))
     except BaseException as error:
@@ -152,7 +152,7 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
 
 
-def _print(text: str) -> None:
+def print_line(text: str) -> None:
     """Write ``text`` and the end of its line at once: ranks share the pipe, and ``print`` may write twice."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
@@ -161,9 +161,9 @@ def _print(text: str) -> None:
 def _show(error: BaseException) -> None:
     """Print the error, and leave it where torchrun looks for the first failure."""
     if isinstance(error, MeshwrightError):
-        _print(str(error))
+        print_line(str(error))
     else:
-        _print("".join(traceback.format_exception(error)).rstrip())
+        print_line("".join(traceback.format_exception(error)).rstrip())
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}

@@ -52,7 +52,7 @@ class Replicas:
         sharded = layout.zero > 0 and layout.shard_degree > 1
         axis = "replicate" if sharded else "dp"
         if self._mesh.degree(axis) > 1:
-            pieces = sorted(trainer.owned, key=lambda piece: piece.start)
+            pieces = sorted(trainer.owned, key=lambda piece: (piece.parameter, piece.start))
             self._add(axis, [(piece.parameter, piece.master) for piece in pieces])
         if sharded and layout.zero == 1 and self._mesh.degree("dp") > 1:
             published = [
@@ -65,7 +65,7 @@ class Replicas:
 
     def _add(self, axis: str, named: Sequence[tuple[str, Tensor]]) -> None:
         tensors: dict[str, list[Tensor]] = {}
-        for name, tensor in sorted(named, key=lambda each: each[0]):
+        for name, tensor in named:
             tensors.setdefault(name, []).append(tensor)
         self._copies.append(_Copies(self._mesh.group(axis), self._mesh.ranks(axis), tensors))
 

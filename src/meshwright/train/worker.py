@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives import all_gather_json
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.job.job import Job, load_job
+from meshwright.job.job import Job, run_job
 from meshwright.recovery.causes import lost_a_peer
 from meshwright.recovery.environment import Begin
 from meshwright.recovery.handover import Here, await_the_launcher
@@ -75,7 +75,7 @@ def train_rank(
     """
     here = _here()
     memory = keep_position() if here is None else None
-    job = job or load_job(run_dir / "job.toml")
+    job = job or run_job(run_dir)
     torch.set_num_threads(threads())
     prepare_determinism(job)
     device = choose_device(job)

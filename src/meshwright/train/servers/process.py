@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -26,8 +25,8 @@ from torch import Tensor
 from meshwright.data.corpora import open_corpora
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files import replace_text
-from meshwright.job.job import Job, load_job
-from meshwright.recovery.rank import RECORDS_VARIABLE, run_as_rank
+from meshwright.job.job import Job, run_job
+from meshwright.recovery.rank import RECORDS_VARIABLE, print_line, run_as_rank
 from meshwright.recovery.threads import threads
 from meshwright.sync.server.client import Worker
 from meshwright.sync.server.node import Node, beat
@@ -69,7 +68,7 @@ def read_run(run_dir: Path) -> tuple[Job, Run, tuple[str, int], dict[str, object
             f"{run_dir} holds no parameter-server run that is going ({type(error).__name__}: {error}); "
             "give the directory of one, started with sync.strategy=server"
         ) from None
-    job = load_job(run_dir / "job.toml")
+    job = run_job(run_dir)
     return job, Run(token, fingerprint(job)), (str(host), int(port)), facts
 
 
@@ -81,7 +80,7 @@ def serve(run_dir: Path, shard: int, name: str) -> None:
     checkpoint, version = facts.get("checkpoint"), int(str(facts["version"]))
     store = fresh_store(shapes, shard) if checkpoint is None else resumed_store(shapes, shard, Path(str(checkpoint)))
     replica = Replica(name, shard, store, version=version)
-    node = Node(replica, name, run, listen(job.sync.server_host, None), report=_say)
+    node = Node(replica, name, run, listen(job.sync.server_host, None), report=print_line)
     try:
         node.connect(COORDINATOR, coordinator)
     except (OSError, EOFError) as error:
@@ -145,11 +144,6 @@ def _leave(name: str, facts: dict[str, object]) -> None:
     folder = os.environ.get(RECORDS_VARIABLE)
     if folder is not None:
         replace_text(Path(folder) / f"{name}.bytes.json", json.dumps(facts))
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")  # at once: the processes share the pipe, and print() may write twice
-    sys.stderr.flush()
 
 
 def main(arguments: list[str] | None = None) -> None:
