@@ -80,9 +80,7 @@ def _algorithm(operation: str, name: str, group: dist.ProcessGroup) -> Callable[
     return run
 
 
-def _run(
-    operation: str, contestant: str, sharing: dist.ProcessGroup, links: str
-) -> Callable[[Tensor, Tensor], object]:
+def _run(operation: str, contestant: str, sharing: dist.ProcessGroup, links: str) -> Callable[[Tensor, Tensor], object]:
     assert dist.group.WORLD is not None
     if contestant in ALGORITHMS:
         return _algorithm(operation, contestant, sharing if links == "memory" else dist.group.WORLD)

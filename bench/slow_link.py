@@ -23,12 +23,14 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.slow_link_runs import EVALUATIONS, PER_HOST, RANKS, Pace, Run, Scale, Strategy, pace, train
-from tests.cluster.hosts import TwoHosts, two_hosts, why_not
+from bench.slow_link_runs import PER_HOST, RANKS, Pace, Run, Scale, Strategy, losses, pace, train
+from tests.cluster.hosts import two_hosts, why_not
 
 
 def _tenth(steps: int) -> int:
@@ -41,56 +43,120 @@ def _fifth(steps: int) -> int:
 
 PLAIN = Strategy("all-reduce", {})
 ALONE = Strategy("no exchange", {"strategy": "local", "period": 1_000_000})
+BETWEEN = f"dp={RANKS} shard={PER_HOST} zero=1"
+"""Gradients are summed whole inside a host; what is compressed is the sum between hosts."""
 STRATEGIES = (
     Strategy(
-        "hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, symmetric=False, same_update_as=PLAIN.name
+        "hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, crossing=1 / 3, same_update_as=PLAIN.name
     ),
+    Strategy("server", {"strategy": "server", "servers": 2}, same_update_as=PLAIN.name),
+    Strategy("server-async", {"strategy": "server", "servers": 2, "server_mode": "asynchronous"}),
     Strategy("bf16", {"compression": "bf16"}),
     Strategy("int8", {"compression": "int8"}),
     Strategy("fp8", {"compression": "fp8"}),
     Strategy("sign", {"compression": "sign"}),
     Strategy("qsgd", {"compression": "qsgd"}),
     Strategy("powersgd", {"compression": "powersgd", "compression_rank": 4}),
-    Strategy("dgc", {"compression": "dgc", "compression_warmup_steps": _tenth}),
+    Strategy("dgc", {"compression": "dgc", "compression_warmup_steps": 4}, ramp=True),
+    Strategy(
+        "dgc-between",
+        {"compression": "dgc", "compression_level": "slow", "compression_warmup_steps": 16},
+        layout=BETWEEN,
+        ramp=True,
+    ),
     Strategy("one-bit-adam", {"compression": "one-bit-adam", "compression_warmup_steps": _fifth}),
-    Strategy("zero-one-adam", {"compression": "zero-one-adam"}),
-    Strategy("local", {"strategy": "local", "period": 4}),
-    Strategy("easgd", {"strategy": "easgd", "period": 4}),
+    Strategy("zero-one-adam", {"compression": "zero-one-adam"}, paced_as="one-bit-adam"),
+    Strategy("local", {"strategy": "local", "period": _tenth}),
+    Strategy("easgd", {"strategy": "easgd", "period": _tenth}),
     Strategy("diloco", {"strategy": "diloco", "period": _tenth}),
     Strategy("diloco-int8", {"strategy": "diloco", "period": _tenth, "compression": "int8"}),
 )
 
 
-def measure(
-    strategies: Sequence[Strategy], scale: Scale, seeds: Sequence[int], timed: int, whole: Sequence[str]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kept:
+    """What was found, in files of ``folder``: a comparison that was stopped goes on, and nothing is measured twice."""
+
+    folder: Path
+    scale: Scale
+
+    def pace(self, name: str, find: Callable[[], Pace]) -> Pace:
+        """How quick a strategy is."""
+        return Pace(**self._kept(f"pace-{name}", lambda: asdict(find())))
+
+    def run(self, name: str, find: Callable[[], Run]) -> Run:
+        """One run."""
+        return Run(**self._kept(f"run-{name}", lambda: asdict(find())))
+
+    def _kept(self, name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.folder / f"{self.scale.tokens}x{self.scale.steps}-{self.scale.rate}-{name}.json"
+        if not path.exists():
+            found = find()
+            path.write_text(json.dumps(found), encoding="utf-8")
+            _say(f"{path.stem}: " + summary(found))
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Strategies at a scale, in a folder for run directories."""
+
+    strategies: Sequence[Strategy]
+    scale: Scale
+    kept: Kept
+    folder: Path
+
+    def paces(self, timed: int) -> dict[str, Pace]:
+        """Of all strategies, over the limited link; the last is that of no exchange."""
+        found: dict[str, Pace] = {}
+        with two_hosts(rate=self.scale.rate) as hosts:
+            for one in (PLAIN, *self.strategies, ALONE):
+                if one.paced_as is not None and one.paced_as in found:
+                    found[one.name] = found[one.paced_as]
+                    continue
+                measured = partial(pace, hosts, self.folder, one, self.scale, timed)
+                found[one.name] = self.kept.pace(one.name, measured)
+        return found
+
+    def whole(self, one: Strategy) -> float:
+        """Seconds of a run over the limited link from its first to its last step."""
+        with two_hosts(rate=self.scale.rate) as hosts:
+            every = self.scale.steps
+            measured = partial(train, hosts, self.folder, one, self.scale, every, 1, every=every)
+            return sum(self.kept.run(f"{one.name}-whole", measured).step_seconds)
+
+    def curves(self, seed: int) -> dict[str, Run]:
+        """The losses of all strategies."""
+        scale, found = self.scale, {}
+        plain = partial(losses, self.folder, PLAIN, scale, scale.steps, seed, None)
+        found[PLAIN.name] = self.kept.run(f"{PLAIN.name}-{seed}", plain)
+        target, most = found[PLAIN.name].validation[-1][1], round(scale.most * scale.steps)
+        for one in self.strategies:
+            if one.same_update_as is not None:
+                found[one.name] = found[one.same_update_as]
+                continue
+            measured = partial(losses, self.folder, one, scale, most, seed, target)
+            found[one.name] = self.kept.run(f"{one.name}-{seed}", measured)
+        return found
+
+
+def measure(comparison: Comparison, seeds: Sequence[int], timed: int, whole: Sequence[str]) -> dict[str, Any]:
     """Paces first, one strategy after the other; then losses, seed by seed."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name, two_hosts(rate=scale.rate) as hosts:
-        folder = Path(name)
-        paces = {}
-        for strategy in (PLAIN, *strategies):
-            paces[strategy.name] = pace(hosts, folder, strategy, scale, timed)
-            _say(f"{strategy.name}: {paces[strategy.name]}")
-        compute = statistics.median(train(hosts, folder, ALONE, scale, 4 + timed, 1, every=4 + timed).step_seconds[4:])
-        _say(f"{ALONE.name}: {compute} s a step")
-        rows: dict[str, list[dict[str, Any]]] = {strategy.name: [] for strategy in (PLAIN, *strategies)}
-        through = {one: _through(hosts, folder, one, scale) for one in strategies if one.name in whole}
-        hosts.limit(None)
-        targets = []
-        for seed in seeds:
-            curves: dict[str, Run] = {}
-            for strategy in (PLAIN, *strategies):
-                steps = scale.steps if strategy is PLAIN else round(scale.most * scale.steps)
-                run = curves.get(strategy.same_update_as or "")
-                every = max(1, scale.steps // EVALUATIONS)
-                run = run or train(hosts, folder, strategy, scale, steps, seed, every=every)
-                curves[strategy.name] = run
-                if strategy is PLAIN:
-                    targets.append(run.validation[-1][1])
-                rows[strategy.name].append(row(strategy, run, targets[-1], paces, compute, scale))
-                _say(f"{strategy.name}, seed {seed}: {summary(rows[strategy.name][-1])}")
-        for strategy, found in through.items():
-            rows[strategy.name][0]["whole_seconds"] = sum(found.step_seconds[: scale.steps])
+    scale = comparison.scale
+    paces = comparison.paces(timed)
+    compute = paces[ALONE.name].seconds
+    everyone = (PLAIN, *comparison.strategies)
+    through = {one.name: comparison.whole(one) for one in everyone if one.name in whole}
+    rows: dict[str, list[dict[str, Any]]] = {one.name: [] for one in everyone}
+    targets = []
+    for seed in seeds:
+        curves = comparison.curves(seed)
+        targets.append(curves[PLAIN.name].validation[-1][1])
+        for one in everyone:
+            rows[one.name].append(row(one, curves[one.name], targets[-1], paces, compute, scale))
+    for name, seconds in through.items():
+        rows[name][0]["whole_seconds"] = seconds
     return {
         "rate": scale.rate,
         "steps": scale.steps,
@@ -102,17 +168,13 @@ def measure(
     }
 
 
-def _through(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale) -> Run:
-    return train(hosts, folder, strategy, scale, scale.steps, 1, every=scale.steps)
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def summary(figures: Mapping[str, Any]) -> str:
-    """One row on one line."""
-    return ", ".join(f"{key} {value}" for key, value in figures.items() if key not in ("validation", "losses"))
+    """One result on one line."""
+    return ", ".join(f"{key} {value}" for key, value in figures.items() if not isinstance(value, list))
 
 
 def row(
@@ -121,9 +183,12 @@ def row(
     """One run in figures; ``compute``: seconds of a step without any exchange."""
     mine, plain = paces[strategy.name], paces[PLAIN.name]
     steps = run.steps_to(target)
-    whole = min(strategy.whole_steps(scale.steps), steps or 0.0)
-    seconds = None if steps is None else whole * plain.seconds + (steps - whole) * mine.seconds
-    sent = None if steps is None else whole * plain.link_bytes + (steps - whole) * mine.link_bytes
+    seconds = sent = None
+    if steps is not None:
+        whole = strategy.whole_rounds(scale.steps, steps)
+        later = max(0.0, steps - whole - mine.first)
+        seconds = mine.first_seconds + whole * plain.seconds + later * mine.seconds
+        sent = mine.first_bytes + whole * plain.link_bytes + later * mine.link_bytes
     everything = scale.steps * plain.seconds
     gap = scale.steps * (plain.seconds - compute)
     return {
@@ -182,6 +247,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--strategies", help="names, with commas; absent: all")
     parser.add_argument("--whole", help="names, with commas, of those that also run over the limited link throughout")
+    parser.add_argument("--keep", type=Path, help="a folder for what is found; what it holds is not measured again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     reason = why_not()
@@ -193,7 +259,12 @@ def main() -> None:
     whole = _names(options.whole, "--whole", parser, [])
     scale = Scale(options.steps, options.tokens, options.most, options.rate, options.lr)
     strategies = [strategy for strategy in STRATEGIES if strategy.name in chosen]
-    found = measure(strategies, scale, range(1, options.seeds + 1), options.timed, whole)
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
+        folder = Path(name) if options.keep is None else options.keep
+        folder.mkdir(parents=True, exist_ok=True)
+        (Path(name) / "runs").mkdir()
+        comparison = Comparison(strategies, scale, Kept(folder, scale), Path(name) / "runs")
+        found = measure(comparison, range(1, options.seeds + 1), options.timed, whole)
     print(json.dumps(found) if options.json else table(found))
 
 

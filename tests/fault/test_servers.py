@@ -228,6 +228,24 @@ def test_a_stranger_worker_is_refused_and_the_run_is_as_if_it_had_not_come(
     assert_same_bits(out, alone)
 
 
+def test_workers_that_are_started_elsewhere_share_the_work(
+    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+) -> None:
+    out = job.parent / "elsewhere"
+    process = begin("train", job, "--out", out, *SHARED, *SERVERS, "--set", "sync.workers_elsewhere=1")
+    while not (out / "servers.json").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    other = start(out, "--worker", 1, "--name", "other", prefix=("-m", "meshwright.train.servers.process"))
+    finish(process)
+    finish(other)
+    assert sum(each["event"] == "process-started" and each["process"].startswith("worker")
+               for each in lines(out / "events.jsonl")) == 1  # fmt: skip
+    shares = [push["worker"] for update in lines(out / "updates.jsonl") for push in update["pushes"]]
+    assert 0 < shares.count("other") < len(shares)
+    assert_same_bits(out, alone)
+
+
 @pytest.mark.all
 def test_a_worker_joins_by_the_run_s_directory_and_leaves(
     begin: Callable[..., subprocess.Popen[str]], job: Path

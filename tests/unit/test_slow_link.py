@@ -22,7 +22,7 @@ def test_a_loss_is_reached_between_two_validations() -> None:
 
 
 def test_first_steps_cost_what_plain_all_reduce_does() -> None:
-    warm = Strategy("warm", {"compression": "dgc", "compression_warmup_steps": lambda steps: steps // 5})
+    warm = Strategy("warm", {"compression": "int8", "compression_warmup_steps": lambda steps: steps // 5})
     paces = {PLAIN.name: Pace(8.0, 100.0, 98.0), "warm": Pace(2.0, 10.0, 8.0)}
     run = Run([], [(4, 5.0), (8, 4.0)], [], 0, None)
     figures = row(warm, run, 4.0, paces, compute=1.0, scale=SCALE)
@@ -35,16 +35,40 @@ def test_first_steps_cost_what_plain_all_reduce_does() -> None:
     assert row(warm, run, 3.0, paces, compute=1.0, scale=SCALE)["seconds"] is None
 
 
+def test_a_ramp_costs_what_was_measured() -> None:
+    ramp = Strategy("ramp", {"compression": "dgc", "compression_warmup_steps": 3}, ramp=True)
+    paces = {PLAIN.name: Pace(8.0, 100.0, 98.0), "ramp": Pace(2.0, 1.0, 1.0, 3, 9.0, 50.0)}
+    figures = row(ramp, Run([], [(8, 4.0)], [], 0, None), 4.0, paces, compute=1.0, scale=SCALE)
+    assert figures["seconds"] == 9.0 + 5 * 2.0
+    assert figures["times_fewer_bytes"] == 1000 / (50 + 5 * 1)
+
+
+def test_rounds_of_either_adam_in_which_gradients_travel_whole() -> None:
+    one = Strategy("one", {"compression": "one-bit-adam", "compression_warmup_steps": 60})
+    rare = Strategy("rare", {"compression": "zero-one-adam"})
+    assert (one.whole_rounds(300, 40.0), one.whole_rounds(300, 299.6)) == (40, 60)
+    # 16 in a row, 16 at a distance of 2, 16 at 4, 16 at 8, then one in 16
+    assert (rare.whole_rounds(300, 16.0), rare.whole_rounds(300, 300.0)) == (16, 4 * 16 + 4)
+
+
 def test_what_crosses_between_two_hosts_of_two_ranks(tmp_path: Path) -> None:
-    ledger = {"ranks": [{"sends": [{"wire": 30}, {"wire": 60}]}] * 4}
-    assert crossing(ledger, PLAIN) == 4 * 90 * 2 / 3  # two of a rank's three peers are on the other host
-    assert crossing(ledger, ALONE) is None
+    ledger = {"ranks": [{"sends": [{"axis": "dp", "wire": 30}, {"axis": "world", "wire": 60}]}] * 4}
+    (tmp_path / "ledger.json").write_text(json.dumps(ledger))
+    assert crossing(tmp_path, PLAIN) == 4 * 90 * 2 / 3  # two of a rank's three peers are on the other host
+    assert crossing(tmp_path, ALONE) is None
     lines = [{"step": 1, "step_seconds": 2.0, "loss": 5.0}, {"step": 1, "validation_loss": 5.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (tmp_path / "ledger.json").write_text(json.dumps(ledger))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "step_sec')  # the run is still going
     run = read(tmp_path, PLAIN, 250)
     assert (run.step_seconds, run.validation, run.losses) == ([2.0], [(1, 5.5)], [5.0])
     assert (run.link_bytes, run.ledger_bytes) == (250, 240)
+    sends = [{"axis": "shard", "wire": 30}, {"axis": "replicate", "wire": 5}]
+    (tmp_path / "ledger.json").write_text(json.dumps({"ranks": [{"sends": sends}] * 4}))
+    assert crossing(tmp_path, PLAIN) == 4 * 5
+    worker = {"push": 7, "pull": 5}
+    (tmp_path / "summary.json").write_text(json.dumps({"servers": {"predicted": {"worker": worker}}}))
+    assert crossing(tmp_path, Strategy("server", {"strategy": "server"})) == 2 * 12
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, ALONE, *STRATEGIES], ids=lambda strategy: strategy.name)
@@ -53,5 +77,5 @@ def test_every_strategy_is_a_job(tmp_path: Path, strategy: Strategy) -> None:
     path = tmp_path / "job.toml"
     path.write_text(text, encoding="utf-8")
     constant = ["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"]
-    job = load_job(path, [*strategy.settings(300), *constant], "dp=4").resolve()
+    job = load_job(path, [*strategy.settings(300), *constant], strategy.layout).resolve()
     assert job.layout.dp == 4

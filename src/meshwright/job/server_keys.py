@@ -34,3 +34,5 @@ class ServerKeys(Section):
     """``server``: seconds without a sign of life after which a worker's samples go to others, and a replica is out."""
     server_restarts: NonNegativeInt = 3
     """``server``: how many processes that died are started again, over the whole run."""
+    workers_elsewhere: NonNegativeInt = 0
+    """``server``: how many of the dp workers, the last ones, are started by hand on other machines; training waits for them."""

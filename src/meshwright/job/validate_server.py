@@ -8,7 +8,7 @@ from meshwright.job.job import Job
 
 _KEYS = (
     "servers", "server_replicas", "server_mode", "staleness_bound", "backup_workers", "stale_rate", "server_placement",
-    "server_host", "server_port", "server_timeout", "server_restarts",
+    "server_host", "server_port", "server_timeout", "server_restarts", "workers_elsewhere",
 )  # fmt: skip
 
 
@@ -90,6 +90,11 @@ def _other_problems(job: Job) -> Iterator[str]:
         yield "precision.dtype: float16 needs a loss scale, which sync.strategy=server has not; use bfloat16"
     if job.cluster.device == "cuda":
         yield "cluster.device: cuda is not available with sync.strategy=server; use cpu"
+    if sync.workers_elsewhere >= job.layout.dp:
+        yield (
+            f"sync.workers_elsewhere: {sync.workers_elsewhere} leaves none of the {job.layout.dp} workers (dp) to this "
+            f"machine; use 0 to {job.layout.dp - 1}, or a larger dp"
+        )
     if sync.server_host in ("0.0.0.0", "::", ""):
         yield (
             f'sync.server_host: "{sync.server_host}" is no address that workers can reach; give that of one interface, '

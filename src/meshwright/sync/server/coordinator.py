@@ -36,6 +36,7 @@ class Coordinator:
         self.addresses: dict[str, Address] = {}
         self.ordered = plan.begin * plan.pushes
         """Number of the last update that was put in order."""
+        self._awaited = plan.awaited
         self.limit = plan.begin
         self.finished = False
         self.failure: str | None = None
@@ -432,7 +433,9 @@ class Coordinator:
     def _serve(self) -> Out:
         """Give work to those that wait and may have some."""
         out: Out = []
-        if not self.started or self.failure is not None:
+        if self._awaited <= self.workers.homes:
+            self._awaited = frozenset()
+        if not self.started or self.failure is not None or (self._awaited and not self.finished):
             return out
         for member in sorted(self.workers, key=lambda each: each.index):
             if not member.waits or member.silent:

@@ -16,6 +16,7 @@ class Plan:
         shards: how many.
         replicas: of each shard at the start.
         workers: how many workers a step is cut for.
+        awaited: indices of workers without whom no work is handed out before they have come for the first time.
         pushes: updates that make a step: 1, or in asynchronous mode as many as workers.
         begin, steps: steps done before, and in all.
         rate: learning rate by step.
@@ -40,6 +41,7 @@ class Plan:
     evaluate_at: frozenset[int] = frozenset()
     save_at: frozenset[int] = frozenset()
     timeout: float = 10.0
+    awaited: frozenset[int] = frozenset()
 
     def barrier_after(self, step: int) -> int:
         """The next step after which all workers pause."""

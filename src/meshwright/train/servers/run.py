@@ -110,6 +110,7 @@ def make_plan(job: Job, begin: Begin) -> Plan:
         evaluate_at=frozenset([*every, train.steps]) if validates else frozenset(),
         save_at=frozenset(saves),
         timeout=sync.server_timeout,
+        awaited=frozenset(range(job.layout.dp - sync.workers_elsewhere, job.layout.dp)),
     )
 
 
@@ -209,8 +210,13 @@ class _Supervisor:
                 for shard in range(sync.servers):
                     for _ in range(sync.server_replicas):
                         self._start("server", shard)
+                awaited = self.coordinator.plan.awaited
                 for index in range(job.layout.dp):
-                    self._start("worker", index)
+                    if index not in awaited:
+                        self._start("worker", index)
+                        continue
+                    words = f"python -m {_MODULE} {self.run_dir.absolute()} --worker {index}"
+                    self.records.progress.say(f"training begins when this runs too, elsewhere: {words}")
                 self._watch_children()
         finally:
             self._end_children()
