@@ -35,4 +35,4 @@ class ServerKeys(Section):
     server_restarts: NonNegativeInt = 3
     """``server``: how many processes that died are started again, over the whole run."""
     workers_elsewhere: NonNegativeInt = 0
-    """``server``: how many of the dp workers, the last ones, are started by hand on other machines; training waits for them."""
+    """``server``: how many of the dp workers (the last) are started by hand on other machines; training waits."""

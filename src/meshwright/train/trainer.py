@@ -273,7 +273,10 @@ class Trainer:
         weighted = vector[1 : 1 + apart.replicas]
         total, own = float(weighted.sum()), float(weighted[apart.replica])
         norm = math.sqrt(total) if total >= 0 else math.nan
-        own_norm = math.sqrt(own / share) if share > 0 and own >= 0 else 0.0
+        if apart.synchronous(self.step_number):  # equal gradients are clipped alike: one number for all replicas
+            own_norm = norm
+        else:
+            own_norm = math.sqrt(own / share) if share > 0 and own >= 0 else 0.0
         return _ordered_sum(vector[1 + apart.replicas :]), norm, own_norm, bool(vector[0] > 0)
 
     def _order_free_squares(self) -> tuple[float, float]:
