@@ -33,10 +33,6 @@ from bench.slow_link_runs import PER_HOST, RANKS, Pace, Run, Scale, Strategy, lo
 from tests.cluster.hosts import two_hosts, why_not
 
 
-def _tenth(steps: int) -> int:
-    return max(4, steps // 10)
-
-
 def _fifth(steps: int) -> int:
     return max(4, steps // 5)
 
@@ -44,7 +40,8 @@ def _fifth(steps: int) -> int:
 PLAIN = Strategy("all-reduce", {})
 ALONE = Strategy("no exchange", {"strategy": "local", "period": 1_000_000})
 BETWEEN = f"dp={RANKS} shard={PER_HOST} zero=1"
-"""Gradients are summed whole inside a host; what is compressed is the sum between hosts."""
+"""Gradients are summed whole inside a host; what is compressed, or rare, is the exchange between hosts."""
+_MEAN = {"strategy": "diloco", "period": 5, "outer_lr": 1, "outer_momentum": 0}
 STRATEGIES = (
     Strategy(
         "hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, crossing=1 / 3, same_update_as=PLAIN.name
@@ -66,10 +63,11 @@ STRATEGIES = (
     ),
     Strategy("one-bit-adam", {"compression": "one-bit-adam", "compression_warmup_steps": _fifth}),
     Strategy("zero-one-adam", {"compression": "zero-one-adam"}, paced_as="one-bit-adam"),
-    Strategy("local", {"strategy": "local", "period": _tenth}),
-    Strategy("easgd", {"strategy": "easgd", "period": _tenth}),
-    Strategy("diloco", {"strategy": "diloco", "period": _tenth}),
-    Strategy("diloco-int8", {"strategy": "diloco", "period": _tenth, "compression": "int8"}),
+    Strategy("local", {"strategy": "local", "period": 8}, layout=BETWEEN),
+    Strategy("easgd", {"strategy": "easgd", "period": 8}, layout=BETWEEN),
+    Strategy("diloco", {"strategy": "diloco", "period": 10}, layout=BETWEEN),
+    Strategy("diloco-int8", {**_MEAN, "compression": "int8"}, layout=BETWEEN),
+    Strategy("diloco-dgc", {**_MEAN, "compression": "dgc", "compression_sparsity": 0.97}, layout=BETWEEN),
 )
 
 

@@ -22,6 +22,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp=2 zero=2 micro_batch=2", {"compression": "powersgd", "compression_least_saving": 1.0}),
     ("dp=2 micro_batch=2", {"compression": "dgc", "compression_sparsity": 0.99, "compression_warmup_steps": 2}),
     ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 2, "compression": "int8"}),
+    ("dp=4 shard=2 zero=1 micro_batch=2", {"strategy": "diloco", "period": 2, "compression": "dgc"}),
     ("dp=2 micro_batch=2", {"compression": "int8"}),
     ("dp=2 zero=1 micro_batch=2", {"compression": "sign"}),
     ("dp=2 zero=2 micro_batch=2", {"compression": "fp8"}),

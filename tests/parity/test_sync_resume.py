@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=2", {"strategy": "local", "period": 2}, ADAMW),
     ("dp=2 zero=1", {"compression": "qsgd"}, {}),
     ("dp=4 shard=2 zero=3", {"strategy": "diloco", "period": 2}, ADAMW),
+    ("dp=4 shard=2 zero=1", {"strategy": "diloco", "period": 2, "compression": "dgc"}, ADAMW),
     ("dp=4 shard=2 zero=1", {"compression": "int8", "compression_level": "slow"}, ADAMW),
     ("dp=2 tp=2", {"compression": "sign"}, ADAMW),
 ]

@@ -94,9 +94,7 @@ def test_the_masks_say_what_resolve_says(train: dict[str, bool]) -> None:
     assert min(seen.values()) > 80
 
 
-@pytest.mark.parametrize(
-    "sync", [{"strategy": "server"}, {"strategy": "local"}, {"compression": "bf16"}], ids=str
-)
+@pytest.mark.parametrize("sync", [{"strategy": "server"}, {"strategy": "local"}, {"compression": "bf16"}], ids=str)
 def test_what_is_searched_goes_with_how_ranks_agree(sync: dict[str, str]) -> None:
     wide = {"model": {**MODEL, "hidden": 480}, "optimizer": {"lr": 1e-3}}
     values = {"data": {"train": ["unused.txt"], "sequence_length": 30}, "batch": {"global_size": 24}}

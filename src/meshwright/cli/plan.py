@@ -192,9 +192,7 @@ def _job(
     return job_from_values(values)
 
 
-def _find(
-    job: Job, cluster: str | None, layout: str | None, top: int, quiet: bool, *, delayed: bool = False
-) -> Plan:
+def _find(job: Job, cluster: str | None, layout: str | None, top: int, quiet: bool, *, delayed: bool = False) -> Plan:
     """One layout's costs, or the search."""
     from meshwright.plan.planner import plan as search
     from meshwright.plan.planner import plan_layout

@@ -9,7 +9,12 @@ from meshwright.job.layout import Layout
 from meshwright.job.sentences import either
 from meshwright.job.sync_keys import CASTS, REPLICA_STRATEGIES, STRATEGY_KEYS
 
-_OUTER_COMPRESSION = ("none", "fp16", "bf16", "int8", "fp8", "sign")
+_OUTER_COMPRESSION = ("none", "fp16", "bf16", "int8", "fp8", "sign", "dgc")
+
+
+def momentum_in_compression(job: Job) -> bool:
+    """Whether the compressor has the momentum of SGD: deep gradient compression of gradients, not of outer ones."""
+    return job.sync.compression == "dgc" and not apart(job)
 
 
 def apart(job: Job) -> bool:
@@ -112,9 +117,11 @@ def _outer_problems(job: Job) -> Iterator[str]:
         )
     elif kind not in ("none", *CASTS) and (layout.tp > 1 or (job.model_spec.tied and layout.stage_count > 1)):
         yield (
-            f"sync.compression: {kind} scales by blocks, in which copies of one parameter on ranks of layout {layout} "
-            "would become different; use fp16, bf16 or none"
+            f"sync.compression: {kind} looks at many elements at once, by which copies of one parameter on ranks of "
+            f"layout {layout} would become different; use fp16, bf16 or none"
         )
+    if not sync.momentum_masking:
+        yield "sync.momentum_masking: outer gradients (strategy=diloco) have no momentum while they wait; leave it out"
     if sync.compression_level != "all" or sync.compression_warmup_steps:
         yield "sync.compression_level and compression_warmup_steps are not used by strategy=diloco; leave them out"
     if sync.period % sync.fragments:

@@ -215,6 +215,13 @@ def meeting(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
     if sync.strategy != "easgd":
         wired = wire.all_reduce(1, _COUNT_BYTES, ranks, backend, index=index)
         yield Sent(axis, "all_reduce", "publish", _COUNT_BYTES, wired, 1, "8 bytes: tokens of the replica")
+    if sync.compression == "dgc":
+        elements += -elements % ranks
+        chosen = kept(elements, sync.compression_sparsity)
+        payload = (_INDEX_BYTES + w) * chosen
+        text = f"dgc: {_INDEX_BYTES} + {w} bytes x {chosen:,} of {elements:,} elements"
+        yield Sent(axis, "all_gather", "publish", payload, wire.all_gather(payload, ranks), 1, text)
+        return
     if sync.compression != "none":
         row = -(-elements // ranks)
         small = encoded(job, row, w)
@@ -280,5 +287,5 @@ def shared_bytes(job: Job, place: Place) -> int:
     total = 2 * (owned + -owned % ranks)
     if job.sync.compression != "none":
         padded = owned + -owned % ranks
-        total += 2 * (padded + padded // ranks)
+        total += 2 * (padded + (0 if job.sync.compression == "dgc" else padded // ranks))
     return w * total

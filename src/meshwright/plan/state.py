@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from meshwright.job.job import Job
 from meshwright.job.sections import OptimizerSection
-from meshwright.job.validate_less_often import apart, replica_ranks
+from meshwright.job.validate_less_often import apart, momentum_in_compression, replica_ranks
 from meshwright.plan.passes import passes_of
 from meshwright.plan.place import LocalTensor, Place, StagePlace, is_sharded
 
@@ -325,7 +325,7 @@ def optimizer_bytes(job: Job, place: Place) -> list[Amount]:
     from meshwright.plan.compressed import remembered_bytes, shared_bytes  # which knows buckets and groups
 
     kept, w = moments(job.optimizer), place.wide_bytes
-    if job.sync.compression == "dgc" and job.optimizer.name == "sgd":
+    if momentum_in_compression(job) and job.optimizer.name == "sgd":
         kept = 0  # the compressor has the momentum
     found = []
     if kept:

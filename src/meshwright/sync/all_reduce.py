@@ -37,9 +37,7 @@ class Algorithm(Protocol):
         """
 
 
-def make_algorithm(
-    name: str, nodes: Sequence[int] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
-) -> Algorithm:
+def make_algorithm(name: str, nodes: Sequence[int] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> Algorithm:
     """The algorithm of that name.
 
     Args:

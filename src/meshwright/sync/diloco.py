@@ -12,7 +12,8 @@ each period and is taken in at that step, so that it travels while the replicas 
 
     x_r <- (1 - k) t + k x_r                     k: ``keep_local``
 
-At the end of a period nothing is on its way. Outer gradients may travel compressed, with their error fed back.
+At the end of a period nothing is on its way. Outer gradients may travel compressed, with their error fed back; of their
+largest elements alone (``dgc``), often without outer momentum: SparseLoCo (Sarfi et al., 2025).
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from meshwright.sync.diloco import DiLoCo, Summing
 from meshwright.sync.easgd import Easgd
 from meshwright.sync.local import Level, LocalSgd
 from meshwright.sync.memory import Memories
-from meshwright.sync.two_stage import TwoStage
-from meshwright.train.compressing import codec_of
+from meshwright.train.compressing import outer_method_of
 from meshwright.train.optimizer import Optimizer
 
 ELASTICITY = 0.9
@@ -116,10 +115,9 @@ class Apart:
         return LocalSgd(self._masters, levels, moments if sync.average == "state" else ())
 
     def _compressed_sum(self, fragments: list[list[Tensor]]) -> Summing | None:
-        codec = codec_of(self._job)
-        if codec is None or not self._masters:
+        if self._job.sync.compression == "none" or not self._masters:
             return None
-        summing = TwoStage(codec, self.memories, seed=self._job.train.seed)
+        summing = outer_method_of(self._job, self.memories)
         for index, values in enumerate(fragments):
             count = sum(value.numel() for value in values)
             like = self._masters[0].new_empty(count + -count % self.replicas)
@@ -142,15 +140,16 @@ class Apart:
             gradient.copy_(part)
 
     def after(self, step: int, tokens: int) -> None:
-        """Step ``step`` (from 1) has been applied; ``tokens`` valid ones of this replica. Meet if it is time."""
+        """Step ``step`` (from 1) has been applied; ``tokens`` valid ones of this replica. Meet if it is time.
+
+        Parameters are not published yet: those of a meeting take the place of the step's own.
+        """
         if self.synchronous(step - 1):
             return
         self.strategy.count(tokens)
         with phase("publish"):
-            met = self.strategy.after(step, last=step == self._job.train.steps)
+            self.strategy.after(step, last=step == self._job.train.steps)
             self.memories.settle(True)
-            if met:
-                self._data_parallel.publish()
 
     def memory(self) -> list[Tensor]:
         """Long-lived tensors beside the replica's own state."""

@@ -6,6 +6,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import momentum_in_compression
 from meshwright.parallel.owned import DataParallel
 from meshwright.sync.codec import Codec
 from meshwright.sync.compress_adam import OneBitMomentum
@@ -63,6 +64,15 @@ def method_of(job: Job, memories: Memories) -> GroupSum:
     )
 
 
+def outer_method_of(job: Job, memories: Memories) -> GroupSum:
+    """How outer gradients are summed over the replicas: by a codec, or by their largest elements."""
+    codec = codec_of(job)
+    if codec is not None:
+        return TwoStage(codec, memories, seed=job.train.seed)
+    assert job.sync.compression == "dgc"
+    return DeepGradientCompression(memories, sparsity=job.sync.compression_sparsity)
+
+
 def correction_momentum(job: Job) -> float:
     """Momentum that the compressor applies in the optimizer's stead (deep gradient compression with SGD)."""
     return job.optimizer.momentum if job.optimizer.name == "sgd" else 0.0
@@ -70,7 +80,7 @@ def correction_momentum(job: Job) -> float:
 
 def optimizer_momentum(job: Job) -> float:
     """Momentum that is left to the optimizer."""
-    return 0.0 if job.sync.compression == "dgc" else job.optimizer.momentum
+    return 0.0 if momentum_in_compression(job) else job.optimizer.momentum
 
 
 def make_compressed(job: Job, mesh: Mesh) -> CompressedReducer:

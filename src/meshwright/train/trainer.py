@@ -156,10 +156,10 @@ class Trainer:
             self.last_report = report
             holds_state(self.step_number)
         if finite:
-            with phase("publish"):
-                self.data_parallel.publish()
             if self.apart is not None:
                 self.apart.after(self.step_number, mine)
+            with phase("publish"):
+                self.data_parallel.publish()
         return report
 
     def _gradients(self, batches: list[Batch], divisor: float) -> list[Tensor | None]:
