@@ -4,6 +4,8 @@
     dp          replicate x shard                 the ranks that hold different data
     world       all of them                       the default process group
     embedding   first and last pipeline rank      the two copies of a tied embedding in one column
+    intra       dp ranks of one node              these two only after ``divide_by_node``; see ``job.nodes``
+    inter       one dp rank of each node
 
 Every axis has its own process group (so traffic can be told apart by axis), also where two axes join
 the same ranks. Inside a group, ranks stand in the order of their coordinate, whatever the placement.
@@ -13,6 +15,7 @@ Axes of degree 1 share a group of this rank alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -27,8 +30,9 @@ from meshwright.comm.shared_memory import channel_of, close_channel, open_channe
 from meshwright.errors import InputError
 from meshwright.job.grid import GRID_AXES, Coordinates, coordinates, grid_shape
 from meshwright.job.layout import V_SCHEDULES, Layout
+from meshwright.job.nodes import NODE_AXES, node_groups
 
-Axis = Literal["pp", "replicate", "shard", "tp", "dp", "world", "embedding"]
+Axis = Literal["pp", "replicate", "shard", "tp", "dp", "world", "embedding", "intra", "inter"]
 
 _DP_SPAN = (1, 2)
 
@@ -81,15 +85,10 @@ class Mesh:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._alone: dist.ProcessGroup | None = None
+        self._coordinates: dict[str, int] = {}
+        self._axis_of_name: dict[str, str] = {}
         self._make_groups()
-        for axis, group in self._groups.items():
-            if self.degree(axis) > 1:
-                name_group(str(group.group_name), axis, self._ranks[axis])
-        self._share_memory()
-        self._coordinates = {axis: ranks.index(self.rank) for axis, ranks in self._ranks.items()}
-        self._axis_of_name: dict[str, str] = {
-            str(group.group_name): axis for axis, group in self._groups.items() if group is not self._alone
-        }
+        self._announce(self.axes)
         self._root = DeviceMesh.from_group(
             [self._groups[axis] for axis in GRID_AXES], device_type, mesh=self._grid, mesh_dim_names=GRID_AXES
         )
@@ -126,11 +125,38 @@ class Mesh:
                 self._groups[axis], self._ranks[axis] = group, tuple(row)
                 self._owned.append(group)
 
-    def _share_memory(self) -> None:
+    def divide_by_node(self, node_size: int) -> None:
+        """Make the groups ``intra`` and ``inter`` of ``job.nodes``; where they are made already, nothing happens.
+
+        Every rank of the default process group must call it at the same moment.
+
+        Args:
+            node_size: ranks of a node; every node must have as many dp ranks, and more than one.
+        """
+        if "intra" in self._groups:
+            return
+        # Ranks have numbers also where the model's tensors have none.
+        with unset_fake_temporarily():
+            for axis in NODE_AXES:
+                self._add(axis, torch.tensor(node_groups(self.layout, node_size, axis)))
+            self._announce(NODE_AXES)
+
+    def _announce(self, axes: Sequence[str]) -> None:
+        """Let everybody know of the groups of ``axes``, which were just made."""
+        for axis in axes:
+            group, ranks = self._groups[axis], self._ranks[axis]
+            self._coordinates[axis] = ranks.index(self.rank)
+            if len(ranks) > 1:
+                name_group(str(group.group_name), axis, ranks)
+            if group is not self._alone:
+                self._axis_of_name[str(group.group_name)] = axis
+        self._share_memory(axes)
+
+    def _share_memory(self, axes: Sequence[str]) -> None:
         """Let the CPU ranks of each group that are all on one host exchange through memory."""
         if self.device_type != "cpu" or dist.get_backend(self._world) == "fake":
             return
-        for group in dict.fromkeys(group for axis, group in self._groups.items() if self.degree(axis) > 1):
+        for group in dict.fromkeys(self._groups[axis] for axis in axes if self.degree(axis) > 1):
             if channel_of(group) is None:
                 open_channel(group, all_gather_json, self.timeout)
                 self._shared.append(group)
