@@ -21,6 +21,7 @@ Ranks = Callable[[int], RankPool]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp=2 zero=2 micro_batch=2", {"compression": "powersgd", "compression_least_saving": 1.0}),
     ("dp=2 micro_batch=2", {"compression": "dgc", "compression_sparsity": 0.99, "compression_warmup_steps": 2}),
+    ("dp=4 micro_batch=1", {"compression": "int8", "compression_level": "slow", "node_size": 2}),
     ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 2, "compression": "int8"}),
     ("dp=4 shard=2 zero=1 micro_batch=2", {"strategy": "diloco", "period": 2, "compression": "dgc"}),
     ("dp=2 micro_batch=2", {"compression": "int8"}),
@@ -39,10 +40,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp=4 shard=2 zero=2 micro_batch=2", {"compression": "int8", "compression_level": "slow"}),
     ("dp=4 shard=2 micro_batch=2", {"strategy": "local", "period": 2, "average": "state"}),
     ("dp=4 shard=2 zero=3 micro_batch=2", {"strategy": "diloco", "period": 2}),
+    ("dp=4 tp=2 micro_batch=2", {"compression": "zero-one-adam", "compression_level": "slow", "node_size": 4}),
+    ("dp=4 pp=2 micro_batch=1", {"compression": "dgc", "compression_level": "slow", "node_size": 2}),
     ("dp=2 tp=2 micro_batch=2", {"compression": "dgc"}),
     ("dp=2 pp=2 micro_batch=2", {"compression": "sign"}),
 ]
-UNMARKED = 2
+UNMARKED = 3
 
 
 def job_of(text: str, sync: dict[str, Any]) -> Job:

@@ -103,6 +103,20 @@ def sum_over(
         return _steps(reducer, copies, steps, rejected)
 
 
+def sum_by_node(method: str, inside: int, steps: int, rejected: int | None = None) -> list[dict[str, Any]]:
+    """The same of replicated ranks, ``inside`` of them in a node."""
+    memories = Memories()
+    summing: GroupSum = (LOSSY | EXACT)[method](memories)
+    with copies_of(1) as copies, copies_of(inside) as nodes:
+        reducer = CompressedReducer(
+            summing, memories, dtype=torch.float64, device=torch.device("cpu"), only_slow=True, nodes=nodes
+        )
+        history = _steps(reducer, copies, steps, rejected)
+    residuals = [memory.kept.numel() for memory in memories if memory.what == "residual" and memory.level != "back"]
+    assert residuals == ([SIZE // inside] if method in LOSSY else residuals)
+    return history
+
+
 def _steps(reducer: CompressedReducer, copies: Copies, steps: int, rejected: int | None) -> list[dict[str, Any]]:
     reducer.prepare("buffer", SIZE, SPANS, copies)
     history = []
@@ -152,6 +166,44 @@ def test_sent_and_waiting_add_up_to_the_gradients(ranks: Ranks, method: str, sha
         assert numpy.abs(sent + waiting - handed_in).max() < 1e-12
 
 
+BY_PIECES = [method for method in LOSSY if method != "powersgd"]  # whose matrices pieces would cut
+
+
+@pytest.mark.parametrize("method", BY_PIECES)
+def test_between_nodes_alone_nothing_is_lost(ranks: Ranks, method: str) -> None:
+    results = ranks(4).run(sum_by_node, method, 2, 4)
+    handed_in, sent = numpy.zeros(SIZE), numpy.zeros(SIZE)
+    for step in range(4):
+        summed = sum(gradient(step, rank).numpy() for rank in range(4))
+        handed_in += summed
+        found = sums_of(results, step, 1)  # whole, and the same bits on every rank
+        assert not numpy.allclose(found, summed, rtol=1e-9)
+        sent += found
+        waiting = sum(history[step]["waiting"] for history in results)
+        assert numpy.abs(sent + waiting - handed_in).max() < 1e-12
+
+
+def test_between_nodes_alone_what_is_inside_a_node_is_whole(ranks: Ranks) -> None:
+    """Two nodes' sums, each rounded once; then the sum of each rank's row of its piece once more."""
+    results = ranks(4).run(sum_by_node, "int8", 2, 1)
+    codec: Codec = BlockScaled(16)
+    near = [gradient(0, first) + gradient(0, first + 1) for first in (0, 2)]
+    expected = []
+    for row in torch.stack(near).view(2, 4, -1).unbind(1):  # piece, then row of it: four in all
+        total = sum(codec.decode(codec.encode(each.view(1, -1), 0), SIZE // 4, torch.float64) for each in row)
+        expected.append(codec.decode(codec.encode(total, 0), SIZE // 4, torch.float64).view(-1))
+    for history in results:
+        assert numpy.array_equal(history[0]["chunk"], torch.cat(expected).numpy())
+
+
+@pytest.mark.parametrize("method", [method for method in EXACT if not method.startswith("powersgd")])
+def test_lossless_settings_are_sums_between_nodes_too(ranks: Ranks, method: str) -> None:
+    results = ranks(4).run(sum_by_node, method, 2, 2)
+    for step in range(2):
+        expected = sum(gradient(step, rank).numpy() for rank in range(4))
+        assert numpy.abs(sums_of(results, step, 1) - expected).max() < 1e-12
+
+
 @pytest.mark.parametrize("method", EXACT)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_lossless_settings_are_sums(ranks: Ranks, method: str, shards: int) -> None:
@@ -171,13 +223,26 @@ def test_a_rejected_step_leaves_no_trace(ranks: Ranks, method: str) -> None:
         assert numpy.isfinite(history[2]["chunk"]).all()
 
 
-def momentum_of(kind: str, warmup_steps: int, steps: int, block: int) -> list[Any]:
-    """Replacement gradients, step by step."""
-    memories = Memories()
+def momentum_of(kind: str, warmup_steps: int, steps: int, block: int, inside: int = 1) -> list[Any]:
+    """Replacement gradients, step by step; ``inside`` ranks are a node."""
+    memories, device = Memories(), torch.device("cpu")
     method = OneBitMomentum(memories, kind=kind, beta=0.9, block=block, warmup_steps=warmup_steps)  # type: ignore[arg-type]
-    reducer = CompressedReducer(method, memories, dtype=torch.float64, device=torch.device("cpu"))
-    with copies_of(1) as copies:
+    with copies_of(1) as copies, copies_of(inside) as nodes:
+        by_node = nodes if inside > 1 else None
+        reducer = CompressedReducer(
+            method, memories, dtype=torch.float64, device=device, only_slow=by_node is not None, nodes=by_node
+        )
         return [entry["chunk"] for entry in _steps(reducer, copies, steps, None)]
+
+
+def test_one_bit_momentum_between_nodes(ranks: Ranks) -> None:
+    """Each rank has the momentum of its piece alone, and all the gradient that leads to all of it."""
+    expected = [sum(gradient(step, rank).numpy() for rank in range(4)) for step in range(3)]
+    for warmup_steps, block in ((3, 16), (1, 1)):
+        results = ranks(4).run(momentum_of, "one-bit-adam", warmup_steps, 3, block, 2)
+        for step in range(3):
+            assert all(numpy.array_equal(found[step], results[0][step]) for found in results)
+            assert numpy.abs(results[0][step] - expected[step]).max() < 1e-12
 
 
 def test_one_bit_momentum(ranks: Ranks) -> None:

@@ -21,6 +21,7 @@ Ranks = Callable[[int], RankPool]
 CASES = [*compression_cases(), *local_cases()]
 SAMPLE = {
     "int8, block 1, dp=2 zero=2 micro_batch=2",
+    "int8, block 1, between nodes of 2 alone, dp=4 micro_batch=1, sgd",
     "dgc, all elements, dp=2 zero=2 micro_batch=2, with momentum",
     "powersgd, full rank, dp=2 zero=1 micro_batch=2",
     "zero-one-adam, whole rounds alone, dp=2",

@@ -21,10 +21,12 @@ from tests.small_jobs import small_job, train_and_save
 Ranks = Callable[[int], RankPool]
 
 ADAMW = {"name": "adamw", "lr": 0.01}
+NODES = {"compression_level": "slow", "node_size": 2}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=2 zero=2", {"compression": "sign"}, ADAMW),
     ("dp=2", {"compression": "dgc", "compression_sparsity": 0.9, "compression_warmup_steps": 4}, {"clip_norm": 0.5}),
     ("dp=2", {"compression": "one-bit-adam", "compression_warmup_steps": 2}, ADAMW),
+    ("dp=4", {"compression": "int8", **NODES}, ADAMW),
     ("dp=2", {"strategy": "easgd", "period": 2}, {}),
     ("dp=2", {"strategy": "diloco", "period": 4, "fragments": 2, "compression": "int8"}, ADAMW),
     ("dp=2", {"compression": "powersgd", "compression_rank": 2}, {}),
@@ -34,8 +36,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=4 shard=2 zero=1", {"strategy": "diloco", "period": 2, "compression": "dgc"}, ADAMW),
     ("dp=4 shard=2 zero=1", {"compression": "int8", "compression_level": "slow"}, ADAMW),
     ("dp=2 tp=2", {"compression": "sign"}, ADAMW),
+    ("dp=4", {"compression": "one-bit-adam", "compression_warmup_steps": 2, **NODES}, ADAMW),
+    ("dp=4", {"compression": "dgc", "compression_sparsity": 0.9, **NODES}, {"clip_norm": 0.5}),
 ]
-UNMARKED = 5
+UNMARKED = 6
 
 
 def job_of(layout: str, sync: dict[str, Any], optimizer: dict[str, Any]) -> Job:
@@ -44,6 +48,13 @@ def job_of(layout: str, sync: dict[str, Any], optimizer: dict[str, Any]) -> Job:
         layout, model={"ffn_hidden": 320}, sync=sync, optimizer=optimizer, precision={"dtype": "float32"},
         memory={"bucket_bytes": 1 << 17},
     )  # fmt: skip
+
+
+def job_by_nodes(text: str) -> Job:
+    """One that sends signs; "dp=4 by nodes of 2": between nodes alone."""
+    layout, _, size = text.partition(" by nodes of ")
+    nodes = {**NODES, "node_size": int(size)} if size else {}
+    return job_of(layout, {"compression": "sign", **nodes}, ADAMW)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -107,10 +118,15 @@ def add(found: dict[str, Any], key: str, values: Any, shapes: dict[str, tuple[in
         pytest.param("dp=4 shard=2 zero=2", "dp=2 zero=3", marks=pytest.mark.all),
         pytest.param("dp=2 tp=2", "dp=4", marks=pytest.mark.all),
         pytest.param("dp=2 zero=1", "dp=2 tp=2", marks=pytest.mark.all),
+        ("dp=4 by nodes of 2", "dp=2"),
+        ("dp=2 zero=1", "dp=4 by nodes of 2"),
+        pytest.param("dp=4 by nodes of 2", "dp=8 by nodes of 2", marks=pytest.mark.all),
+        pytest.param("dp=4 by nodes of 2", "dp=8 by nodes of 4", marks=pytest.mark.all),
+        pytest.param("dp=4 by nodes of 2", "dp=4 tp=2 by nodes of 4", marks=pytest.mark.all),
     ],
 )
 def test_another_dp_keeps_the_sum(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    old, new = (job_of(layout, {"compression": "sign"}, ADAMW) for layout in (before, after))
+    old, new = job_by_nodes(before), job_by_nodes(after)
     ranks(old.layout.ranks).run(train_and_save, old, str(tmp_path), 0, 3, [3])
     path = latest(tmp_path / "checkpoints")
     assert path is not None

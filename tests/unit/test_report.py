@@ -371,6 +371,18 @@ def test_every_byte_sent_is_received(layout: str, backend: Any) -> None:
     assert sum(sum(axes.values()) for axes in nodes.values()) == pytest.approx(total)
 
 
+def test_sums_by_node_cross_nodes_between_ranks_at_one_place() -> None:
+    sync = {"compression": "int8", "compression_level": "slow", "node_size": 4}
+    plain = small_job("dp=4 tp=2 micro_batch=1")
+    job = plain.model_copy(update={"sync": type(plain.sync).model_validate(sync)})
+    ledger = predict(job)
+    traffic = rank_traffic(ledger, job.layout, 4)
+    for axis, pairs in (("intra", {(0, 2), (1, 3), (4, 6), (5, 7)}), ("inter", {(0, 4), (1, 5), (2, 6), (3, 7)})):
+        found = {pair for pair, axes in traffic.items() if axes.get(axis)}
+        assert found == pairs | {(receiver, sender) for sender, receiver in pairs}
+        assert sum(axes.get(axis, 0.0) for axes in traffic.values()) == sum(entry.wire(axis) for entry in ledger.ranks)
+
+
 def test_pipeline_messages_go_to_neighbours() -> None:
     job = small_job("pp=4 placement=3,1,2,0 micro_batch=1")
     traffic = rank_traffic(predict(job), job.layout)

@@ -8,6 +8,7 @@ from meshwright.errors import InputError
 from meshwright.job.job import load_job
 
 DGC = ("sync.compression=dgc",)
+SLOW = "sync.compression_level=slow"
 LOCAL = ("sync.strategy=local",)
 
 
@@ -27,7 +28,18 @@ def refusal(layout: str, *settings: str) -> str:
         ("dp=2", (*DGC, "sync.algorithm=ring"), "use algorithm=auto"),
         ("dp=2", (*DGC, "model.hidden=32", "model.layers=1", "model.vocabulary=256", "model.ffn_hidden=64",
                   "model.heads=2", "model.kv_heads=2", "model.head_size=16"), "saves nothing on the"),
-        ("dp=2", (*DGC, "sync.compression_level=slow"), "has no two levels; use zero of at least 1"),
+        ("dp=2", (*DGC, SLOW), "dp=2 makes no two such nodes under layout dp=2 micro_batch=4; use a dp such as 4"),
+        ("dp=4 zero=1", (*DGC, SLOW), "has one copy; use a shard between 1 and dp, zero=0 with sync.node_size"),
+        ("dp=4", (*DGC, SLOW), "sync.node_size is missing, but sync.compression_level=slow with replicated state must "
+                               "know which ranks share a node; give the ranks of a node, 2"),
+        ("dp=8 tp=2", (*DGC, SLOW, "sync.node_size=6"), "6 puts unequal numbers of dp ranks in a node under layout"),
+        ("dp=8 tp=2", (*DGC, SLOW, "sync.node_size=2"), "2 puts one of the dp ranks in a node"),
+        ("dp=8 tp=2", (*DGC, SLOW, "sync.node_size=99"), "99 puts all 8 dp ranks in a node"),
+        ("dp=8 tp=2", (*DGC, SLOW, "sync.node_size=5"), "needs several nodes of as many each, at least 2; use 4 or 8"),
+        ("dp=4 shard=2 zero=1", (*DGC, SLOW, "sync.node_size=2"), "where shard=2 says which ranks sum whole; leave it"),
+        ("dp=4", ("sync.compression=powersgd", SLOW, "sync.node_size=2"), "powersgd needs whole matrices, but"),
+        ("dp=4", (*DGC, "sync.node_size=2"), "sync.node_size: 2 is not used by sync.algorithm=auto; leave it out"),
+        ("dp=4 tp=2 placement=0,0,1,2,3,4,5,6", (*DGC, SLOW), "does not name each rank once"),
         ("dp=2", (*DGC, "sync.compression_bits=8"), "sync.compression_bits: 8 is not used by sync.compression=dgc"),
         ("dp=2", ("sync.compression_sparsity=0.5",), "is not used by sync.compression=none"),
         ("dp=2", ("sync.compression_warmup_steps=5",), "need a compression"),
@@ -68,7 +80,9 @@ def test_refusals(layout: str, settings: tuple[str, ...], words: str) -> None:
     [
         ("dp=2", DGC),
         ("dp=2 zero=3", ("sync.compression=powersgd",)),
-        ("dp=4 shard=2 zero=2", ("sync.compression=sign", "sync.compression_level=slow")),
+        ("dp=4 shard=2 zero=2", ("sync.compression=sign", SLOW)),
+        ("dp=8 tp=2", ("sync.compression=sign", SLOW, "sync.node_size=8")),
+        ("dp=4 shard=1 zero=1", (*DGC, SLOW, "sync.node_size=2")),
         ("dp=4 shard=2", LOCAL),
         ("dp=4", (*LOCAL, "sync.group_size=2", "sync.group_period=4")),
         ("dp=4 shard=2 zero=3", ("sync.strategy=diloco", "sync.fragments=4", "sync.overlap=3")),

@@ -28,7 +28,7 @@ from tests.small_jobs import small_job
             {"algorithm": "ring", "node_size": 2},
             {},
             "sync.node_size: 2 is not used by sync.algorithm=ring; leave it out, or use "
-            "algorithm=hierarchical or leaders",
+            "algorithm=hierarchical or leaders, or compression_level=slow with a compression",
         ),
         (
             {"algorithm": "ring"},

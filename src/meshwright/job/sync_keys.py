@@ -35,7 +35,8 @@ class CompressionKeys(Section):
     compression: Compression = "none"
     """What travels instead of whole gradients; except for ``qsgd``, what is lost is added to the next gradients."""
     compression_level: Literal["all", "slow"] = "all"
-    """``slow``: only the sum between the copies of a sharded state (``shard`` below ``dp``), not that inside them."""
+    """``slow``: only the sum between the copies of a sharded state (``shard`` below ``dp``), or with ``zero=0`` between
+    nodes (``node_size``), not that inside them."""
     compression_warmup_steps: NonNegativeInt = 0
     """Steps with whole gradients first; ``dgc``: steps over which the sparsity rises."""
     compression_block: PositiveInt = 256

@@ -25,7 +25,8 @@ class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
     algorithm: Algorithm = "auto"
     """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
     node_size: PositiveInt | None = None
-    """``hierarchical``, ``leaders``: consecutive ranks that share a node."""
+    """``hierarchical``, ``leaders``, and ``compression_level = "slow"`` with ``zero=0``: consecutive ranks that share a
+    node, tensor and pipeline ranks with them."""
     bucket_bytes: PositiveInt | Literal["auto"] | None = None
     """Gradients are summed in buckets of this size, in bytes, while backward runs; ``auto``: by the links of
     ``cluster.machines``; absent: ``memory.bucket_bytes``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshwright.job.job import Job
 from meshwright.job.memory import local_elements, pipeline_rank_elements
 from meshwright.job.sync_keys import CASTS, KEYS_OF, MOMENTUM_ONLY, REPLICA_STRATEGIES
+from meshwright.job.validate_nodes import slow_level_problems
 
 LEAST_ELEMENTS = 65_536
 """A rank with fewer has nothing to win: its gradients are one message, which costs its latency, not its length."""
@@ -68,11 +69,8 @@ def _unused_keys(job: Job) -> Iterator[str]:
 def _of_gradients(job: Job) -> Iterator[str]:
     kind, layout, optimizer = job.sync.compression, job.layout, job.optimizer
     shards = layout.shard_degree if layout.zero else 1
-    if job.sync.compression_level == "slow" and not (1 < shards < layout.dp):
-        yield (
-            f"sync.compression_level: slow leaves the sum inside a copy of the state whole, but layout {layout} has no "
-            "two levels; use zero of at least 1 with shard between 1 and dp, or level=all"
-        )
+    if job.sync.compression_level == "slow":
+        yield from slow_level_problems(job)
     if kind in MOMENTUM_ONLY:
         if optimizer.name != "adamw":
             yield f"sync.compression: {kind} sends the momentum of Adam, but optimizer.name={optimizer.name}; use adamw"

@@ -29,10 +29,10 @@ def _algorithm_problems(job: Job) -> Iterator[str]:
             )
         elif sync.node_size > ranks:
             yield f"sync.node_size: {sync.node_size} is above the {ranks} ranks of the layout; use 1 to {ranks}"
-    elif sync.node_size is not None:
+    elif sync.node_size is not None and (sync.compression == "none" or sync.compression_level != "slow"):
         yield (
             f"sync.node_size: {sync.node_size} is not used by sync.algorithm={sync.algorithm}; leave it out, or use "
-            f"algorithm={' or '.join(sorted(TWO_LEVEL_ALGORITHMS))}"
+            f"algorithm={' or '.join(sorted(TWO_LEVEL_ALGORITHMS))}, or compression_level=slow with a compression"
         )
     if job.train.deterministic and sync.algorithm != "auto":
         yield (

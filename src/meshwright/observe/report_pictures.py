@@ -37,9 +37,10 @@ MEMORY_COLOURS: Mapping[str, str] = {
 TIME_COLOURS: Mapping[str, str] = {
     "forward": BLUE, "backward": SKY, "recompute": PURPLE, "optimizer": GREEN, "other compute": BLACK,
     "tp": ORANGE, "pp": VERMILION, "shard": YELLOW, "replicate": "#b8ad00", "dp": "#b8ad00", "world": "#8c4a00",
+    "intra": YELLOW, "inter": "#b8ad00",
     "waiting": "#7a3b5e", "bubble": LIGHT, "data": "#004c36", "checkpoint": "#003a5c", "other": GREY,
 }  # fmt: skip
-_AXES = ("tp", "pp", "shard", "replicate", "dp", "world")
+_AXES = ("tp", "pp", "shard", "replicate", "intra", "inter", "dp", "world")
 _LEFT, _BAR, _MOST = 230, 15, 24
 _LETTERS = 20
 """Of a name, left of the sources."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.job.layout_text import parse_layout
+from meshwright.job.nodes import compressed_node_size
 from meshwright.ledger.compare import Difference, compare
 from meshwright.ledger.ledger import Ledger
 from meshwright.observe.report import Gantt, Predicted, Records
@@ -143,7 +144,9 @@ def traffic_section(records: Records, predicted: Predicted) -> Section:
     ledger = found[-1]
     if ledger.world == 1:
         return Section("traffic", title, absent="one rank sends nothing")
-    traffic = rank_traffic(ledger, parse_layout(ledger.layout))
+    layout = parse_layout(ledger.layout)
+    node_size = None if records.job is None else compressed_node_size(records.job.with_layout(layout))
+    traffic = rank_traffic(ledger, layout, node_size)
     if not any(size for axes in traffic.values() for size in axes.values()):
         return Section("traffic", title, absent=f"the {ledger.source} ledger has no sends")
     node, what, count, shown = predicted.ranks_per_node, "rank", ledger.world, traffic

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.job.grid import AXES, GRID_AXES, groups_of, rank_of
 from meshwright.job.layout import Layout
+from meshwright.job.nodes import NODE_AXES, node_groups
 from meshwright.ledger.ledger import Ledger, RankLedger, Send
 
 Traffic = dict[tuple[int, int], dict[str, float]]
 """Wire bytes of one step by (sender, receiver), then by axis."""
 
 
-def rank_traffic(ledger: Ledger, layout: Layout) -> Traffic:
+def rank_traffic(ledger: Ledger, layout: Layout, node_size: int | None = None) -> Traffic:
     """Wire bytes from each rank to each other in one step.
 
     A pipeline message goes to the rank of the next or the previous stage. A collective's bytes go in equal parts to
     the other ranks of its group where the backend is Gloo (the program exchanges directly there), and to the next
     rank of the group where it is NCCL, which arranges a group in a ring. What a rank sends is exact either way; only
     its division among the receivers is this picture's.
+
+    Args:
+        ledger: whose sends are drawn.
+        layout: its ranks.
+        node_size: ranks of a node, where gradients are summed on two levels (``job.nodes``).
     """
-    places = {axis: _places(layout, axis) for axis in AXES}
+    places = {axis: _places(groups_of(layout, axis)) for axis in AXES}
+    if node_size is not None:
+        places |= {axis: _places(node_groups(layout, node_size, axis)) for axis in NODE_AXES}
     found: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for entry in ledger.ranks:
         for send in entry.sends:
@@ -40,9 +48,9 @@ def by_node(traffic: Traffic, ranks_per_node: int) -> Traffic:
     return {pair: dict(axes) for pair, axes in sorted(found.items())}
 
 
-def _places(layout: Layout, axis: str) -> dict[int, tuple[tuple[int, ...], int]]:
+def _places(groups: Sequence[tuple[int, ...]]) -> dict[int, tuple[tuple[int, ...], int]]:
     """Of each rank: its group, and where in it the rank stands."""
-    return {rank: (group, index) for group in groups_of(layout, axis) for index, rank in enumerate(group)}
+    return {rank: (group, index) for group in groups for index, rank in enumerate(group)}
 
 
 def _receivers(

@@ -10,6 +10,9 @@ A buffer of n elements, summed over P ranks, w bytes in the wide type, ``C(n)`` 
     dgc                 all-gather of (4 + w) ceil((1 - sparsity) n)
     powersgd            all-reduce of w times every P and all that travels whole; all-reduce of w times every Q
 
+``compression_level = "slow"`` leaves the sum over shards whole; with replicated state a node's ranks are the shards of
+a bucket (axes ``intra`` and ``inter``), and what they summed is gathered whole.
+
 Remembered, in two buffers each: n elements a sum, n/P more for the way back, n for a velocity or momentum, and every Q.
 A step after all warm-ups is meant, and with replicas that train apart one in which they meet.
 """
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.job.job import Job
+from meshwright.job.nodes import compressed_node_size, node_degree
 from meshwright.job.sync_keys import MOMENTUM_ONLY
 from meshwright.job.validate_less_often import apart, replica_count
 from meshwright.plan import wire
@@ -53,12 +57,23 @@ class _Sum:
     """Buffers alike."""
     calls: int
     """Sums of each in a step."""
+    gathered: bool = False
+    """Every rank needs the rows of all, which travel whole."""
 
 
 def _sums(job: Job, place: Place) -> Iterator[_Sum]:
-    divided = division(job, place)
+    divided, node_size = division(job, place), compressed_node_size(job)
     for unit in units(job, place):
-        yield from _sums_of(unit, divided, place.micro_batches)
+        if node_size is not None and isinstance(unit, Bucket):
+            yield from _sums_by_node(unit, node_degree(job.layout, node_size) or 1)
+        else:
+            yield from _sums_of(unit, divided, place.micro_batches)
+
+
+def _sums_by_node(unit: Bucket, inside: int) -> Iterator[_Sum]:
+    shapes, nodes = tuple(tensor.shape for tensor in unit.tensors), unit.division.copies // inside
+    yield _Sum("shard", "intra", unit.size, inside, shapes, unit.times, 1, gathered=True)
+    yield _Sum("copy", "inter", unit.size // inside, nodes, shapes, unit.times, 1)
 
 
 def _sums_of(unit: Bucket | Group, divided: Division, micro_batches: int) -> Iterator[_Sum]:
@@ -123,7 +138,7 @@ def compressed_sums(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
     w = place.wide_bytes
     for each in _sums(job, place):
         if job.sync.compression_level == "slow" and each.level == "shard":
-            yield from _plain_scatter(each, w)
+            yield from _plain_sum(each, w)
             continue
         match job.sync.compression:
             case "dgc":
@@ -134,11 +149,16 @@ def compressed_sums(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
                 yield from _two_stages(job, each, w)
 
 
-def _plain_scatter(each: _Sum, w: int) -> Iterator[Sent]:
+def _plain_sum(each: _Sum, w: int) -> Iterator[Sent]:
     count, payload = each.times * each.calls, w * each.size
     wired = wire.reduce_scatter(payload, each.ranks).times(count)
     text = f"{w} bytes x {each.size:,} elements x {count}, not compressed"
     yield Sent(each.axis, "reduce_scatter", "reduce", count * payload, wired, count, text)
+    if each.gathered:
+        row = each.size // each.ranks
+        wired = wire.all_gather(w * row, each.ranks).times(count)
+        text = f"{w} bytes x {row:,} elements x {count}: this rank's piece of the sum, not compressed"
+        yield Sent(each.axis, "all_gather", "reduce", count * w * row, wired, count, text)
 
 
 def _two_stages(job: Job, each: _Sum, w: int) -> Iterator[Sent]:

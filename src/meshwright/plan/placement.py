@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from meshwright.job.cluster import ClusterSpec
 from meshwright.job.grid import groups_of
 from meshwright.job.layout import Layout
+from meshwright.job.nodes import NODE_AXES
 
 _NAMES = {
     "tp": "tensor-parallel", "dp": "data-parallel", "shard": "shard", "replicate": "replica", "pp": "pipeline",
@@ -85,7 +86,7 @@ def order_words(layout: Layout, node: int) -> str:
 
 
 def _bytes(place: AxisPlace, sent: Mapping[str, float]) -> float:
-    names = ("dp", "shard", "replicate") if place.axis == "dp" else (place.axis,)
+    names = ("dp", "shard", "replicate", *NODE_AXES) if place.axis == "dp" else (place.axis,)
     return sum(sent.get(name, 0.0) for name in names)
 
 

@@ -146,7 +146,7 @@ def _links(layout: Layout, cluster: ClusterSpec) -> dict[str, Link]:
         if place.axis == "pp":
             links["embedding"] = link
         if place.axis == "dp":
-            links["shard"] = links["replicate"] = link
+            links["shard"] = links["replicate"] = links["inter"] = link
         elif place.axis in ("shard", "replicate"):
             links["dp"] = "between nodes" if "between nodes" in (link, links.get("dp")) else link
     return links

@@ -17,6 +17,7 @@ from meshwright.prove.sync_proof import SyncProof
 _FULL_RANK = {"compression": "powersgd", "compression_rank": 400, "compression_least_saving": 0.0}
 _ALL_ELEMENTS = {"compression": "dgc", "compression_sparsity": 0.0}
 _UNCLIPPED = {"clip_norm": None}
+_NODES = {"compression_level": "slow", "node_size": 2}
 
 
 def compression_cases() -> Iterator[SyncProof]:
@@ -39,6 +40,11 @@ def compression_cases() -> Iterator[SyncProof]:
     for zero in (1, 2, 3):
         layout = f"dp=4 shard=2 zero={zero} micro_batch=1"
         yield SyncProof(f"int8, block 1, slow level alone, {layout}", layout, slow)
+    for layout, node_size in (("dp=4 micro_batch=1", 2), ("dp=4 tp=2 micro_batch=1", 4)):
+        nodes = {**one, **_NODES, "node_size": node_size}
+        for optimizer in ("sgd", "adamw"):
+            label = f"int8, block 1, between nodes of {node_size} alone, {layout}, {optimizer}"
+            yield SyncProof(label, layout, nodes, optimizer)
     for kind in ("fp16", "bf16"):
         sync = {"compression": kind, "compression_warmup_steps": 1000}
         yield SyncProof(f"{kind}, warm-up alone, dp=2", "dp=2 micro_batch=4", sync)
@@ -50,8 +56,13 @@ def compression_cases() -> Iterator[SyncProof]:
         yield SyncProof(label, layout, _ALL_ELEMENTS, "adamw")
         unmasked = {**_ALL_ELEMENTS, "momentum_masking": False}
         yield SyncProof(f"{label}, with momentum", layout, unmasked, settings=_UNCLIPPED, gradients=False)
+    pieces = {**_ALL_ELEMENTS, "momentum_masking": False, **_NODES}
+    label = "dgc, all elements, between nodes of 2 alone, dp=4, with momentum"
+    yield SyncProof(label, "dp=4 micro_batch=1", pieces, settings=_UNCLIPPED, gradients=False)
     warm = {"compression": "one-bit-adam", "compression_warmup_steps": 1000}
     yield SyncProof("one-bit-adam, warm-up alone, dp=2", "dp=2 micro_batch=4", warm, "adamw")
     yield SyncProof("one-bit-adam, warm-up alone, dp=2 tp=2", "dp=2 tp=2 micro_batch=4", warm, "adamw")
+    label = "one-bit-adam, warm-up alone, between nodes of 2 alone, dp=4"
+    yield SyncProof(label, "dp=4 micro_batch=1", {**warm, **_NODES}, "adamw")
     refresh = {"compression": "zero-one-adam"}
     yield SyncProof("zero-one-adam, whole rounds alone, dp=2", "dp=2 micro_batch=4", refresh, "adamw")

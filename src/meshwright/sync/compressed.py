@@ -10,6 +10,9 @@ A buffer is summed over the ranks that share one copy of the state (``shard``) a
 
 Every compressed sum keeps a residual of all values it was handed (ZeRO-2 and 3: of whole groups, so that what they save
 on gradients is spent again; ``only_slow`` keeps a residual of this rank's chunk alone).
+
+Replicated ranks have the two levels of ``only_slow`` where it is known which of them share a node (``nodes``): those of
+a node sum whole and each keeps a piece, pieces are summed compressed between nodes, and gathered whole in the node.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.collectives import reduce_scatter
+from meshwright.comm.collectives import all_gather, reduce_scatter
 from meshwright.comm.copies import Copies, Span
 from meshwright.comm.operations import Operations, shards_then_copies, started, sum_in_place
 from meshwright.sync.memory import Memories
@@ -75,6 +78,7 @@ class CompressedReducer:
         dtype: in which gradients are summed.
         device: where they are.
         only_slow: leave the sum over the shard ranks uncompressed.
+        nodes: with ``only_slow`` and replicated state: the dp ranks as nodes (``copy``) of several ranks (``shard``).
         warmup_steps: steps at the start that are not compressed at all.
     """
 
@@ -86,16 +90,16 @@ class CompressedReducer:
         dtype: torch.dtype,
         device: torch.device,
         only_slow: bool = False,
+        nodes: Copies | None = None,
         warmup_steps: int = 0,
     ) -> None:
         self.method, self.memories = method, memories
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._plain, self._only_slow, self._warmup_steps = PlainSum(), only_slow, warmup_steps
-        self._step = 0
+        self._nodes, self._step = nodes, 0
+        self._sharers: dict[str, int] = {}
         self.spans: dict[str, tuple[Span, ...]] = {}
         """The parameters in each buffer."""
-        self._rows: dict[str, int] = {}
-        """Elements of a chunk of each buffer, padding between copies left out."""
 
     def begin(self, step: int) -> None:
         """A step (from 0) starts."""
@@ -109,8 +113,9 @@ class CompressedReducer:
     def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:
         """See ``Reducer.prepare``."""
         self.spans[name] = tuple(spans)
+        copies = copies if self._nodes is None else self._nodes
+        self._sharers = {"shard": copies.degree, "copy": copies.copies}
         start, stop = copies.chunk(size)
-        self._rows[name] = stop - start
         if copies.shard is not None and not self._only_slow:
             self.method.prepare(name, "shard", 0, self._like.new_empty(size), copies.shard, spans)
         if copies.copy is not None:
@@ -120,7 +125,15 @@ class CompressedReducer:
 
     def reduce(self, name: str, gradient: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.reduce``."""
-        return shards_then_copies(self, name, gradient, copies)
+        if self._nodes is None:
+            return shards_then_copies(self, name, gradient, copies)
+        return self._by_node(name, gradient, self._nodes)
+
+    def _by_node(self, name: str, gradient: Tensor, nodes: Copies) -> Operations:
+        yield from shards_then_copies(self, name, gradient, nodes)
+        assert nodes.shard is not None
+        start, stop = nodes.chunk(gradient.numel())
+        yield started(all_gather(gradient, gradient[start:stop], nodes.shard, asynchronous=True))
 
     def scatter(self, name: str, output: Tensor, contributions: Tensor, copies: Copies) -> Operations:
         """See ``Reducer.scatter``."""
@@ -133,6 +146,10 @@ class CompressedReducer:
         if copies.copy is not None:
             method = self._plain if self._warming else self.method
             yield from method.sum(name, "copy", chunk, copies.copy)
+
+    def sharers(self, level: str) -> int:
+        """Ranks whose residuals of the sum at ``level`` ("shard" or "copy") are of the same elements."""
+        return self._sharers[level]
 
     @property
     def _warming(self) -> bool:
@@ -158,9 +175,10 @@ class ClippingReducer(CompressedReducer):
         dtype: torch.dtype,
         device: torch.device,
         only_slow: bool,
+        nodes: Copies | None,
         limit: float,
     ) -> None:
-        super().__init__(method, memories, dtype=dtype, device=device, only_slow=only_slow)
+        super().__init__(method, memories, dtype=dtype, device=device, only_slow=only_slow, nodes=nodes)
         self._limit, self._ranks = limit, 1
 
     def prepare(self, name: str, size: int, spans: Sequence[Span], copies: Copies) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.comm.copies import Copies
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
+from meshwright.job.nodes import compressed_node_size
 from meshwright.job.validate_less_often import momentum_in_compression
 from meshwright.parallel.owned import DataParallel
 from meshwright.sync.codec import Codec
@@ -91,16 +93,29 @@ def make_compressed(job: Job, mesh: Mesh) -> CompressedReducer:
     method = method_of(job, memories)
     dtype = torch.float64 if job.precision.dtype == "float64" else torch.float32
     only_slow, limit = job.sync.compression_level == "slow", job.optimizer.clip_norm
+    nodes = _nodes(job, mesh)
     if clips_locally(job) and limit is not None:
-        return ClippingReducer(method, memories, dtype=dtype, device=mesh.device, only_slow=only_slow, limit=limit)
+        return ClippingReducer(
+            method, memories, dtype=dtype, device=mesh.device, only_slow=only_slow, nodes=nodes, limit=limit
+        )
     return CompressedReducer(
         method,
         memories,
         dtype=dtype,
         device=mesh.device,
         only_slow=only_slow,
+        nodes=nodes,
         warmup_steps=0 if own_warmup else job.sync.compression_warmup_steps,
     )
+
+
+def _nodes(job: Job, mesh: Mesh) -> Copies | None:
+    """The dp ranks by node, where replicated ranks compress between nodes alone."""
+    size = compressed_node_size(job)
+    if size is None:
+        return None
+    mesh.divide_by_node(size)
+    return Copies(dp=mesh.group("dp"), shard=mesh.group("intra"), copy=mesh.group("inter"))
 
 
 def clips_locally(job: Job) -> bool:

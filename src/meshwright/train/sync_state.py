@@ -231,9 +231,7 @@ class SyncState:
         if memory.level == "copy" and reducer.memories.find(memory.buffer, "shard", "residual"):
             return  # the first of two sums takes all of it
         trainer = self._trainer
-        layout = trainer.job.layout
-        shards = layout.shard_degree if layout.zero else 1
-        ranks = layout.dp // shards if memory.level == "copy" else layout.dp
+        layout, ranks = trainer.job.layout, reducer.sharers(memory.level)
         tied_again = {tied_copies(layout)[1]} if trainer.job.model_spec.tied and layout.stage_count > 1 else set()
         for box in self._boxes_of(memory, reducer.spans[memory.buffer]):
             module = trainer.stages[int(box.physical.partition(":")[0].removeprefix("stage"))]
@@ -244,7 +242,7 @@ class SyncState:
             memory.kept[box.start : box.stop] = total.to(memory.kept).view(-1) / ranks
 
     def _take_momentum(self, memory: Memory) -> None:
-        """1-bit Adam's momentum from the optimizer's: replicated, so each rank has all of it."""
+        """1-bit Adam's momentum, or this rank's piece of it, from the optimizer's, which is whole on every rank."""
         trainer, reducer = self._trainer, self._reducer()
         assert reducer is not None
         moments = trainer.optimizer.state().get("exp_avg", [])
@@ -252,7 +250,9 @@ class SyncState:
         for piece, moment in zip(trainer.owned, moments, strict=True):
             if piece.parameter in starts:
                 at = starts[piece.parameter] + piece.start - memory.start
-                memory.kept[at : at + piece.count] = moment
+                low, high = max(at, 0), min(at + piece.count, memory.kept.numel())
+                if low < high:
+                    memory.kept[low:high] = moment[low - at : high - at]
 
     def _take_outer_momentum(self, manifest: Manifest, apart: Apart) -> None:
         for role, tensors in apart.strategy.state().items():
