@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from meshwright.checkpoint.folder import latest
 from meshwright.checkpoint.load import read_tensor, tensor_names
@@ -143,6 +144,34 @@ def test_another_dp_keeps_the_sum(ranks: Ranks, tmp_path: Path, before: str, aft
     for name, values in expected.items():
         assert numpy.abs(values).max() > 0
         assert numpy.abs(found[name] - values).max() <= 1e-6 * numpy.abs(values).max(), name
+
+
+def momenta(job: Job, folder: str) -> list[tuple[int, bool]]:
+    """On a rank that takes over a checkpoint: where each momentum starts, and whether it is the optimizer's there."""
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        Saver(trainer, None, Path(folder)).resume()
+        assert trainer.compressing is not None
+        reducer, found = trainer.compressing.reducer, []
+        for memory in reducer.memories:
+            if memory.what == "momentum":
+                starts = {span.name: span.start for span in reducer.spans[memory.buffer]}
+                expected = torch.zeros(memory.start + memory.kept.numel() + (1 << 20))
+                for piece, moment in zip(trainer.owned, trainer.optimizer.state()["exp_avg"], strict=True):
+                    if piece.parameter in starts:
+                        at = starts[piece.parameter] + piece.start
+                        expected[at : at + piece.count] = moment
+                here = expected[memory.start : memory.start + memory.kept.numel()]
+                found.append((memory.start, bool(here.any()) and torch.equal(memory.kept, here)))
+        return found
+
+
+def test_momentum_is_taken_from_the_optimizer_by_pieces(ranks: Ranks, tmp_path: Path) -> None:
+    sync = {"compression": "one-bit-adam", "compression_warmup_steps": 2}
+    ranks(2).run(train_and_save, job_of("dp=2", sync, ADAMW), str(tmp_path), 0, 3, [3])
+    results = ranks(4).run(momenta, job_of("dp=4", {**sync, **NODES}, ADAMW), str(tmp_path))
+    assert all(right for found in results for _, right in found)
+    assert [start > 0 for start, _ in (found[0] for found in results)] == [False, True, False, True]
 
 
 def go_on(job: Job, folder: str, stop: int) -> list[float]:
