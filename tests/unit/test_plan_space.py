@@ -13,6 +13,7 @@ from meshwright.errors import InputError
 from meshwright.job.job import Job, job_from_values
 from meshwright.job.layout import Layout
 from meshwright.job.presets import preset
+from meshwright.job.sync_section import SyncSection
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Layouts, Work, stage_counts, to_layout
 from meshwright.plan.legality import RULES, Modes, broken_rules, first_broken_rule
 from meshwright.plan.reasons import _law
@@ -121,7 +122,8 @@ def test_what_forbids_a_family_begins_with_its_degree() -> None:
 
 def test_every_rule_is_broken_by_some_layout() -> None:
     work = Work.of(_job())
-    modes = Modes(deterministic=True, compile=True, servers=True, apart=True, compressed=True)
+    asking = _job().model_copy(update={"sync": SyncSection(compression="int8")})
+    modes = Modes(deterministic=True, compile=True, servers=True, apart=True, compressed=True, asking=asking)
     broken = broken_rules(work, _random_layouts(20000, seed=1, work=work), modes)
     assert sorted(broken) == list(range(1, len(RULES)))
     assert [RULES[rule] for rule, mask in broken.items() if not mask.any()] == []

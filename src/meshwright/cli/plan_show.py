@@ -41,6 +41,8 @@ def show_plan(console: Console, found: Plan, job: Job) -> None:
         console.print(_layouts(title, found.layouts, node), soft_wrap=True)
     if any(parse_layout(each.layout).delayed for each in found.layouts):
         console.print(_DELAYED, highlight=False, soft_wrap=True)
+    if found.sync:
+        console.print(f"synchronisation: {found.sync}", highlight=False, soft_wrap=True)
     if found.placement:
         console.print(f"placement: {found.placement}", highlight=False, soft_wrap=True)
     if len(found.pareto) > 1:

@@ -33,6 +33,8 @@ class PlannedLayout(_Part):
     """Predicted tokens/s over those predicted for one device, whether or not the model fits there."""
     efficiency: float | None = None
     """``useful_speedup`` over the number of devices."""
+    warmup_step_time_s: float | None = None
+    """Of the first steps, where [sync] has a warm-up; ``step_time_s`` is of the steps after it."""
 
 
 class Rejected(_Part):
@@ -73,6 +75,8 @@ class Plan(_Part):
     """A sample of all layouts: seconds a step, bytes, fits, family."""
     placement: str = ""
     """Which axes of the first layout are inside a node, and why."""
+    sync: str = ""
+    """What the step time of the first layout stands for, where gradients are not simply summed in every step."""
     basis: tuple[str, ...] = ()
     """What about the cluster was assumed, not given."""
 

@@ -12,10 +12,13 @@ import numpy as np
 
 from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Layouts, axis_strides
 from meshwright.plan.collectives import Group, Network, all_reduce_seconds, round_seconds, send_seconds
+from meshwright.plan.exchange import Leg, leg_seconds
 from meshwright.plan.layer_time import LayerTime, Machine, layer_time, stream_elements
 from meshwright.plan.rules import Rules
+from meshwright.plan.server_time import server_time
 from meshwright.plan.shape import Shape
 from meshwright.plan.stages import Held, held
+from meshwright.plan.sync_legs import Legs, SyncTerms, coded_passes, mean_meeting
 
 __all__ = [
     "LayerTime",
@@ -63,13 +66,15 @@ class MicroBatchSeconds:
     """One message between stages."""
 
 
-def pass_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules) -> MicroBatchSeconds:
+def pass_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
+              terms: SyncTerms | None = None) -> MicroBatchSeconds:  # fmt: skip
     """What ``step_time`` is made of, for an event simulation."""
-    return _Step(shape, layouts, network, machine, rules, None, None).passes()
+    return _Step(shape, layouts, network, machine, rules, None, None, terms).passes()
 
 
 def step_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
-              layer: LayerTime | None = None, ranks: tuple[Held, Held, Held] | None = None) -> StepTime:  # fmt: skip
+              layer: LayerTime | None = None, ranks: tuple[Held, Held, Held] | None = None,
+              terms: SyncTerms | None = None) -> StepTime:  # fmt: skip
     """The whole step.
 
     Args:
@@ -80,25 +85,26 @@ def step_time(shape: Shape, layouts: Layouts, network: Network, machine: Machine
         rules: of the program.
         layer: times of one layer, where they have been computed already.
         ranks: what pipeline ranks hold, where not by ``stages.held``.
+        terms: how the data parallel ranks agree; absent: by plain sums on NCCL.
     """
-    return _Step(shape, layouts, network, machine, rules, layer, ranks).result()
+    return _Step(shape, layouts, network, machine, rules, layer, ranks, terms).result()
 
 
 class _Step:
     """One call of :func:`step_time`, its common quantities named once."""
 
     def __init__(self, shape: Shape, layouts: Layouts, network: Network, machine: Machine, rules: Rules,
-                 layer: LayerTime | None, ranks: tuple[Held, Held, Held] | None) -> None:  # fmt: skip
+                 layer: LayerTime | None, ranks: tuple[Held, Held, Held] | None,
+                 terms: SyncTerms | None) -> None:  # fmt: skip
         self.shape, self.layouts, self.network, self.machine, self.rules = shape, layouts, network, machine, rules
         self.strides = axis_strides(layouts)
-        self.groups = {
-            axis: Group.of(size, self.strides[axis], network)
-            for axis, size in (("tp", layouts.tp), ("shard", layouts.shard), ("replicate", layouts.replicas))
-        }
+        self.tensor_group = Group.of(layouts.tp, self.strides["tp"], network)
         self.layer = layer or layer_time(
             shape, layouts.tp, layouts.micro_batch, layouts.sequence_parallel.astype(float), machine, rules
         )
         self.ranks = ranks or held(layouts, shape.layers)
+        self.terms = terms or SyncTerms.plain(rules)
+        self.legs = Legs(self.terms, shape, layouts, network, self.ranks, self.strides)
         self.rows: Floats = np.asarray(layouts.micro_batch * shape.sequence, np.float64)
 
     def result(self) -> StepTime:
@@ -112,6 +118,7 @@ class _Step:
         parts["waiting"] = self.rules.wait_per_doubling * np.log2(nodes) * busy
         for axis in ("shard", "replicate"):
             parts[axis] = reduction[axis] + gathers[axis]
+        self._agree(parts)
         length = self.layouts.dp.shape
         slowdown = self.rules.slowdown
         parts = {name: np.broadcast_to(np.asarray(value * slowdown), length) for name, value in parts.items()}
@@ -174,8 +181,8 @@ class _Step:
         all-reduce.
         """
         payload = self.rows * self.shape.hidden * self.rules.wire_tp_bytes
-        rounds = round_seconds(payload, self.groups["tp"], self.network)
-        whole = all_reduce_seconds(payload, self.groups["tp"], self.network) / 2
+        rounds = round_seconds(payload, self.tensor_group, self.network)
+        whole = all_reduce_seconds(payload, self.tensor_group, self.network) / 2
         return np.where(self.layouts.sequence_parallel, rounds, whole)
 
     def _ends(self) -> tuple[Floats, Floats, Floats]:
@@ -232,9 +239,8 @@ class _Step:
         """Gathers of one layer and micro-batch that computation does not hide, forward and backward (ZeRO-3)."""
         layouts, rules = self.layouts, self.rules
         parameters = self.shape.split_parameters() / layouts.tp + self.shape.whole_parameters()
-        gather = round_seconds(parameters * rules.gather_bytes, self.groups["shard"], self.network)
-        reduce = round_seconds(parameters * rules.wire_bytes, self.groups["shard"], self.network)
-        reduce = reduce * float(rules.reduce_each_micro_batch)
+        gather = self._seconds([self.legs.gather(parameters * rules.gather_bytes)])
+        reduce = self._seconds(self.legs.scatter(parameters)) * float(rules.reduce_each_micro_batch)
         forward = layer["forward"] + layer["tensor_forward"]
         backward = layer["backward"] + layer["recompute"] + layer["tensor_backward"]
         hidden = rules.overlap_gathers
@@ -254,37 +260,71 @@ class _Step:
 
     def _gradients(self, pipeline: dict[str, Floats]) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Exposed reduction of gradients by axis, and exposed gathers of updated parameters."""
-        layouts, rules, network = self.layouts, self.rules, self.network
+        layouts, rules, legs = self.layouts, self.rules, self.legs
         local = self._local_parameters()
-        payload = local * rules.wire_bytes
-        shard, copies = self.groups["shard"], self.groups["replicate"]
-        scattered = round_seconds(payload, shard, network)
-        in_shard = np.where(layouts.zero == 0, all_reduce_seconds(payload, shard, network), scattered)
-        rounds = np.where((layouts.zero >= 2) & rules.reduce_each_micro_batch, layouts.micro_batches, 1)
+        scattered = self._seconds(legs.scatter(local))
+        in_shard = np.where(layouts.zero == 0, self._seconds(legs.replicated(local)), scattered)
+        rounds = self._rounds()
         in_shard = np.where(layouts.zero >= 3, 0.0 if rules.reduce_each_micro_batch else in_shard, in_shard * rounds)
-        across = all_reduce_seconds(payload / np.where(layouts.zero > 0, layouts.shard, 1), copies, network)
-        across = np.where((layouts.zero == 0) & (layouts.replicas > 1), across, np.where(layouts.zero > 0, across, 0.0))
-        last = (
-            (pipeline["backward"] + pipeline["recompute"])
-            / layouts.micro_batches
-            * np.where((layouts.zero >= 2) & rules.reduce_each_micro_batch, layouts.micro_batches, 1)
-        )
+        across = self._seconds(legs.across(local / np.where(layouts.zero > 0, layouts.shard, 1)))
+        last = (pipeline["backward"] + pipeline["recompute"]) / layouts.micro_batches * rounds
         wanted = in_shard + across
         exposed = _exposed(wanted, last, rules.overlap_gradients)
         part = exposed / np.maximum(wanted, 1e-30)
-        gather = round_seconds(local * rules.gather_bytes, shard, network)
+        gather = self._seconds([legs.gather(local * rules.gather_bytes)])
         gather = np.where((layouts.zero == 1) | (layouts.zero == 2), gather, 0.0)
         hidden = _exposed(gather, pipeline["forward"] / layouts.micro_batches, rules.overlap_gathers)
+        sharded = layouts.zero > 0  # otherwise all that is summed is between ranks that hold the same
         return (
-            {"shard": in_shard * part, "replicate": across * part},
+            {
+                "shard": np.where(sharded, in_shard * part, 0.0),
+                "replicate": np.where(sharded, across, wanted) * part,
+            },
             {"shard": hidden + pipeline.pop("zero3"), "replicate": 0.0 * across},
         )
 
+    def _rounds(self) -> Floats:
+        """How often in a step the shards sum their gradients."""
+        each = (self.layouts.zero >= 2) & self.rules.reduce_each_micro_batch
+        return np.where(each, self.layouts.micro_batches, 1)
+
+    def _seconds(self, legs: list[Leg]) -> Floats:
+        """Of operations one after the other."""
+        if len(legs) == 1:
+            return leg_seconds(legs[0], self.network)
+        return sum((leg_seconds(leg, self.network) for leg in legs), start=np.zeros(self.layouts.dp.shape))
+
+    def _agree(self, parts: dict[str, Floats]) -> None:
+        """Add what the job's way of agreeing takes beside the sums: encoding, meetings of replicas, servers."""
+        terms, layouts, rules = self.terms, self.layouts, self.rules
+        if terms.plain_sums:
+            return
+        element = rules.elementwise * terms.wide / self.machine.bandwidth
+        if terms.compressed:
+            coded = self.legs.coded(self._local_parameters(), self._rounds())
+            parts["replicate"] = parts["replicate"] + coded_passes(terms) * element * coded
+        rest = sum(parts.values(), start=np.zeros(layouts.dp.shape))
+        if terms.apart:
+            owned = self._owned()
+            met = mean_meeting(self.legs, owned, lambda leg: leg_seconds(leg, self.network), owned * element, rest)
+            parts["replicate"] = parts["replicate"] + met
+        if terms.servers:
+            whole = self._local_parameters()
+            found = server_time(
+                terms.sync, self.legs.shard, self.network, pull=whole * rules.gather_bytes,
+                push=whole * terms.wide, update=parts["optimizer"], compute=rest - parts["optimizer"],
+            )  # fmt: skip
+            parts["replicate"] = parts["replicate"] + found.exchange
+            parts["optimizer"] = found.update
+
+    def _owned(self) -> Floats:
+        """Parameters that a rank updates."""
+        layouts = self.layouts
+        return self._local_parameters() / np.where(layouts.zero >= 1, layouts.shard, 1)
+
     def _optimizer(self) -> Floats:
         """Clipping and the update: streams through the state of the parameters a rank owns."""
-        layouts = self.layouts
-        owned = self._local_parameters() / np.where(layouts.zero >= 1, layouts.shard, 1)
-        return owned * self.rules.optimizer_bytes / self.machine.bandwidth
+        return self._owned() * self.rules.optimizer_bytes / self.machine.bandwidth
 
 
 def _exposed(wanted: Floats, cover: Floats, part: float) -> Floats:

@@ -17,6 +17,7 @@ from meshwright.job.grid import GRID_AXES
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout, Recompute, Schedule
 from meshwright.job.model_spec import ModelSpec
+from meshwright.job.sync_section import SyncSection
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -59,6 +60,10 @@ class Work:
     """Gradients are reduced in buckets of this size, in bytes."""
     fused_attention: bool = True
     """Attention never stores its scores."""
+    sync: SyncSection = field(default_factory=SyncSection)
+    """How the data parallel ranks agree."""
+    cpu: bool = False
+    """Ranks are processes on CPU, whatever the cluster."""
 
     @classmethod
     def of(cls, job: Job) -> Work:
@@ -71,12 +76,18 @@ class Work:
             optimizer=job.optimizer.name,
             momentum=job.optimizer.momentum,
             bucket_bytes=job.bucket_bytes,
+            sync=job.sync,
+            cpu=job.cluster.device == "cpu",
         )
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch * self.sequence
+
+    def parts(self, dp: int) -> int:
+        """Into how many equal parts a batch is cut: one a rank, but where servers wait for fewer pushes."""
+        return max(1, dp - (self.sync.backup_workers if self.sync.strategy == "server" else 0))
 
 
 @dataclass(frozen=True)
@@ -242,7 +253,7 @@ def _from_layout(layout: Layout, work: Work) -> Layouts:
     if not isinstance(layout.recompute, str):
         raise ValueError(f"layout {layout}: recompute differs by stage")
     micro_batch = layout.micro_batch or 1
-    share = -(-work.global_batch // layout.dp)
+    share = -(-work.global_batch // work.parts(layout.dp))
     return Layouts.make(
         dp=layout.dp,
         shard=layout.shard_degree,

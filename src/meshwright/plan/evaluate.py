@@ -22,6 +22,7 @@ from meshwright.plan.rules import OURS, Rules
 from meshwright.plan.shape import Shape
 from meshwright.plan.shared_cores import shared_step_time
 from meshwright.plan.stages import held
+from meshwright.plan.sync_legs import SyncTerms
 
 _BLOCK = 8192
 """Layouts of one block."""
@@ -79,12 +80,12 @@ def machine_of(work: Work, cluster: ClusterSpec) -> Machine:
 
 def _evaluate(work: Work, cluster: ClusterSpec, layouts: Layouts, rules: Rules) -> Evaluation:
     shape, machine, network = Shape.of(work), machine_of(work, cluster), Network.of(cluster)
-    ranks = held(layouts, shape.layers)
+    ranks, terms = held(layouts, shape.layers), SyncTerms.of(work, cluster, rules)
     if cluster.host is not None:
-        time = shared_step_time(shape, layouts, cluster, machine, rules, work.bucket_bytes)
+        time = shared_step_time(shape, layouts, cluster, machine, rules, terms)
     else:
         layer = _layer_times(shape, layouts, machine, rules)
-        time = step_time(shape, layouts, network, machine, rules, layer, ranks)
+        time = step_time(shape, layouts, network, machine, rules, layer, ranks, terms)
     memory = memory_use(shape, layouts, rules, machine.element, ranks)
     model_flops = shape.model_flops() / layouts.ranks
     mfu = model_flops / (time.total * cluster.device.peak(work.dtype))

@@ -7,14 +7,17 @@ against each other in both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.job.job import Job
-from meshwright.job.layout import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
+from meshwright.job.layout import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, Layout
 from meshwright.job.schedule_rules import ROUND_SCHEDULES
+from meshwright.job.sync_section import SyncSection
 from meshwright.job.validate_less_often import apart
+from meshwright.job.validate_sync import sync_problems
 from meshwright.plan.arrays import SCHEDULES, Bools, Layouts, Work
 
 RULES: tuple[str, ...] = (
@@ -40,6 +43,7 @@ RULES: tuple[str, ...] = (
     "compression needs dp of at least 2",
     "two versions of the parameters need zero below 2",
     "two versions of the parameters need an untied embedding, no float16, no compile and plain sums",
+    "what [sync] asks for must go with the layout",
 )
 """``first_broken_rule`` counts in this order; 0 is legal."""
 
@@ -54,6 +58,8 @@ class Modes:
     apart: bool = False
     """Replicas meet now and then."""
     compressed: bool = False
+    asking: Job | None = None
+    """The job, where its [sync] asks for more than plain sums: its own rules say which degrees go with that."""
     delayed: bool = False
     """Search schedules that take each gradient one update late, too: they train another model."""
 
@@ -71,6 +77,7 @@ class Modes:
             servers=job.sync.strategy == "server",
             apart=apart(job),
             compressed=job.sync.compression != "none",
+            asking=None if job.sync == SyncSection() else job,
         )
 
 
@@ -122,7 +129,22 @@ def broken_rules(work: Work, layouts: Layouts, modes: Modes = Modes()) -> dict[i
         19: modes.compressed & (each.dp < 2),
         20: delayed & (each.zero >= 2) & (each.shard > 1),
         21: delayed & (spec.tied or work.dtype == "float16" or modes.compile or modes.unlike),
+        22: np.zeros(len(each), bool) if modes.asking is None else _refused(modes.asking, each),
     }
+
+
+def _refused(job: Job, layouts: Layouts) -> Bools:
+    """Where the job's rules of [sync] refuse the degrees: asked once for each combination of them."""
+    degrees = np.stack([layouts.dp, layouts.tp, layouts.pp, layouts.zero, layouts.shard], axis=1)
+    found, inverse = np.unique(degrees, axis=0, return_inverse=True)
+    refused = np.array([_sync_refuses(job, *(int(degree) for degree in row)) for row in found], bool)
+    return refused[inverse.ravel()]
+
+
+@lru_cache(maxsize=1 << 14)
+def _sync_refuses(job: Job, dp: int, tp: int, pp: int, zero: int, shard: int) -> bool:
+    layout = Layout.model_validate({"dp": dp, "tp": tp, "pp": pp, "zero": zero, "shard": shard if zero else None})
+    return next(iter(sync_problems(job.with_layout(layout))), None) is not None
 
 
 def first_broken_rule(work: Work, layouts: Layouts, modes: Modes = Modes()) -> NDArray[np.int64]:

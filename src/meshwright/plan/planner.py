@@ -15,7 +15,9 @@ from meshwright.job.grid import rank_of
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.layout_text import parse_layout
+from meshwright.job.sync_section import SyncSection
 from meshwright.job.validate_delayed import delayed_problems
+from meshwright.job.validate_sync import sync_problems
 from meshwright.plan.answer import Plan, PlannedLayout
 from meshwright.plan.arrays import (
     BINDINGS,
@@ -36,6 +38,7 @@ from meshwright.plan.reasons import fullest_rank, rejections
 from meshwright.plan.refine import refine
 from meshwright.plan.search import Outcome, Progress, Ranked, search
 from meshwright.plan.space import Family, Space
+from meshwright.plan.sync_words import sync_sentence, warms_up
 
 _FRONT = 50
 """Most entries of the Pareto front that an answer holds."""
@@ -62,7 +65,7 @@ def plan(
 
     Raises:
         InputError: the model cannot be planned, or nothing says which machines there are; or the job does not go with
-            what ``delayed`` asks for.
+            what ``delayed`` asks for; or no layout of the devices goes with the job's [sync].
     """
     machines = cluster_of(job, cluster, ranks)
     if ranks is None and job.cluster.ranks is None:
@@ -76,6 +79,10 @@ def plan(
     space = Space(work, machines.devices, machines.devices_per_node, modes)
     began = time.monotonic()
     outcome = search(space, machines, progress=progress)
+    if not outcome.counts.legal and modes.asking is not None:
+        wrong = [*sync_problems(job.with_layout(Layout(dp=machines.devices)))]
+        if wrong:
+            raise InputError("\n".join(wrong))
     return _answer(job, work, machines, outcome, began, top)
 
 
@@ -100,6 +107,7 @@ def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
         layouts=(entry,),
         rejected=(),
         placement=_placement(resolved, resolved.layout, machines),
+        sync=_sync(resolved, machines, entry),
         basis=machines.basis,
     )
 
@@ -150,11 +158,12 @@ def cluster_words(cluster: ClusterSpec) -> str:
 def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began: float, top: int) -> Plan:
     confirmer = Confirmer(job, cluster.device.memory_bytes)
     layouts = _best(confirmer, work, cluster, outcome, top)
-    family, placement = None, ""
+    family, placement, sync = None, "", ""
     if layouts:
         chosen = parse_layout(layouts[0].layout)
         family = Family(pp=chosen.pp, tp=chosen.tp, dp=chosen.dp)
         placement = _placement(job, chosen, cluster)
+        sync = _sync(job.with_layout(chosen), cluster, layouts[0])
     elif (closest := _closest(outcome)) is not None:
         exact = confirmer.exact(to_layout(closest.layouts, 0, work.spec.layers))
         layouts = _entries(work, cluster, closest.layouts, closest.time, [exact])
@@ -170,6 +179,7 @@ def _answer(job: Job, work: Work, cluster: ClusterSpec, outcome: Outcome, began:
         pareto=tuple(_entries(work, cluster, front.layouts, front.time)) if len(front) else (),
         points=tuple(outcome.points),
         placement=placement,
+        sync=sync,
         basis=cluster.basis,
     )
 
@@ -212,6 +222,7 @@ def _entries(
     if not len(layouts):
         return []
     values = evaluate(work, cluster, layouts)
+    warm = warmup_times(work, cluster, layouts)
     alone = one_device_tokens(work, cluster)
     entries = []
     for index in range(len(layouts)):
@@ -234,9 +245,25 @@ def _entries(
                 binding=BINDINGS[values.binding[index] if fits else 0],
                 useful_speedup=speed / alone,
                 efficiency=speed / alone / cluster.devices,
+                warmup_step_time_s=None if warm is None else float(warm[index]),
             )
         )
     return entries
+
+
+def warmup_times(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats | None:
+    """Seconds of a step of the warm-up, in which gradients are summed whole; None: there is none."""
+    if not warms_up(work.sync):
+        return None
+    sync = SyncSection(bucket_bytes=work.sync.bucket_bytes)
+    return refine(replace(work, sync=sync), cluster, layouts)
+
+
+def _sync(job: Job, cluster: ClusterSpec, entry: PlannedLayout) -> str:
+    work = Work.of(job)
+    values = evaluate(work, cluster, from_layouts([job.layout], work))
+    parts = {name: float(part[0]) for name, part in values.time.items()}
+    return sync_sentence(job, entry.step_time_s, parts, entry.warmup_step_time_s)
 
 
 def one_device_tokens(work: Work, cluster: ClusterSpec) -> float:

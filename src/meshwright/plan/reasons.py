@@ -103,6 +103,9 @@ def _law(work: Work, family: Family, rule: str) -> str:
             "whose workers compute the whole model"
         ),
         "replicas that train apart must be at least two": f"dp={family.dp} leaves fewer than two replicas",
+        "what [sync] asks for must go with the layout": (
+            f"dp={family.dp} with tp={family.tp} pp={family.pp} does not go with what [sync] asks for"
+        ),
         "compression needs dp of at least 2": f"dp={family.dp} has nothing to send compressed",
         "the schedule needs more micro-batches": (
             f"a global batch of {work.global_batch} gives each of dp={family.dp} ranks too few micro-batches "

@@ -17,6 +17,7 @@ from meshwright.plan.collectives import Network
 from meshwright.plan.evaluate import evaluate, machine_of, rules_of
 from meshwright.plan.rules import Rules
 from meshwright.plan.shape import Shape
+from meshwright.plan.sync_legs import SyncTerms
 from meshwright.schedule.simulate import Sends, simulate
 from meshwright.schedule.table import table
 
@@ -35,7 +36,8 @@ def refine(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats:
     if not len(piped) or cluster.host is not None:
         return times
     rules = rules_of(work)
-    passes = pass_time(Shape.of(work), layouts, Network.of(cluster), machine_of(work, cluster), rules)
+    terms = SyncTerms.of(work, cluster, rules)
+    passes = pass_time(Shape.of(work), layouts, Network.of(cluster), machine_of(work, cluster), rules, terms)
     outside = _outside(values, layouts, passes, work.spec.layers)
     for index in piped:
         times[index] = outside[index] + _pipeline(work, layouts, int(index), passes, rules)

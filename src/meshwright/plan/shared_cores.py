@@ -5,7 +5,8 @@ What differs from devices of their own (``array_time``):
 * beside matrix products and attention, every streamed element, layer, logit, parameter and micro-batch has a measured
   price (``job/host.py``);
 * collectives take what they were measured to take, by group size and number of groups at work; their bytes are copied
-  by the same cores, so they hide nothing unless cores are idle;
+  by the same cores, so they hide nothing unless cores are idle. Between nodes, where nothing was measured, the links'
+  closed form (``exchange``) comes on top;
 * ranks beyond the cores take turns. A pipeline then loses nothing to its bubble as long as there is other work for the
   cores: the step is the node's whole work over its cores, and what stands idle while it fills and drains.
 
@@ -19,6 +20,7 @@ pipeline rank ``r`` takes for a step (what the others slow it down included, wai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,11 +29,15 @@ from meshwright.job.cluster import ClusterSpec, Level
 from meshwright.job.host import Host, PassSeconds
 from meshwright.job.layout import SPLIT_BACKWARD_SCHEDULES
 from meshwright.plan.array_time import Machine, StepTime, fill_factor, layer_time, stream_elements
-from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts
+from meshwright.plan.arrays import RECOMPUTES, SCHEDULES, Floats, Ints, Layouts, axis_strides
+from meshwright.plan.collectives import Network, send_seconds
+from meshwright.plan.exchange import Axis, Leg, Operation, outside_seconds
 from meshwright.plan.measured import MeasuredCollectives
 from meshwright.plan.rules import Rules
+from meshwright.plan.server_time import server_time
 from meshwright.plan.shape import Shape, Value
-from meshwright.plan.stages import Held, held, is_delayed
+from meshwright.plan.stages import Held, held, is_delayed, rank_parameters
+from meshwright.plan.sync_legs import Legs, SyncTerms, coded_passes, mean_meeting
 
 _FULL, _SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
 _SPLIT = [SCHEDULES.index(name) for name in SCHEDULES if name in SPLIT_BACKWARD_SCHEDULES]
@@ -40,7 +46,7 @@ _NUMBER_BYTES = 8.0
 
 
 def shared_step_time(shape: Shape, layouts: Layouts, cluster: ClusterSpec, machine: Machine, rules: Rules,
-                     bucket_bytes: int) -> StepTime:  # fmt: skip
+                     terms: SyncTerms) -> StepTime:  # fmt: skip
     """The whole step by part, on a cluster with a ``host``.
 
     Args:
@@ -49,10 +55,10 @@ def shared_step_time(shape: Shape, layouts: Layouts, cluster: ClusterSpec, machi
         cluster: with ``host``.
         machine: rates of a rank alone on the node.
         rules: of the program.
-        bucket_bytes: of gradients that are reduced together.
+        terms: how the data parallel ranks agree.
     """
     assert cluster.host is not None
-    return _Step(shape, layouts, cluster, cluster.host, machine, rules, bucket_bytes).result()
+    return _Step(shape, layouts, cluster, cluster.host, machine, rules, terms).result()
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class _Step:
 
     def __init__(
         self, shape: Shape, layouts: Layouts, cluster: ClusterSpec, host: Host, machine: Machine, rules: Rules,
-        bucket_bytes: int,
+        terms: SyncTerms,
     ) -> None:  # fmt: skip
         self.shape, self.layouts, self.host, self.rules = shape, layouts, host, rules
         self.pure = replace(machine, launch=0.0, dispatch=0.0, bandwidth=np.inf)
@@ -88,21 +94,61 @@ class _Step:
         self.dearer = _dearer(cluster, self.here)
         self.idle_cores = np.clip(host.cores / self.here - 1, 0, 1)
         """How much of the communication has a core to itself."""
-        self.measured = MeasuredCollectives(cluster)
-        self.node = cluster.devices_per_node
-        self.bucket_bytes = float(bucket_bytes)
+        self.measured, self.one_node = MeasuredCollectives(cluster), cluster.nodes == 1
+        self.network = Network.of(cluster)
+        self.strides = axis_strides(layouts)
+        self.tensor_axis = Axis.of(layouts.tp, self.strides["tp"], self.network)
+        self.terms = terms
         self.ranks = held(layouts, shape.layers)
+        self.legs = Legs(terms, shape, layouts, self.network, self.ranks, self.strides)
         self.splits = np.isin(layouts.schedule, _SPLIT) & (layouts.pp > 1)
 
-    def seconds(self, operation: str, size: Ints, payload: Value) -> Floats:
-        """Of one call by all groups of ``size`` ranks at once."""
+    def seconds(self, operation: Operation, axis: Axis, payload: Value) -> Floats:
+        """Of one call by all groups of an axis at once.
+
+        Between nodes: as measured there; where nothing was, what the node's cores do, and then what the links take.
+
+        Args:
+            operation: which.
+            axis: its groups.
+            payload: bytes each rank hands to it, as a cluster file counts them.
+        """
+        near = self._measured(operation, "intra", axis.size, payload)
+        if self.one_node:
+            return near
+        crosses = axis.group.nodes > 1
+        if self.measured.has("inter"):
+            return np.where(crosses, self._measured(operation, "inter", axis.size, payload), near)
+        whole = np.asarray(payload * (axis.size if operation == "all_gather" else 1.0), float)
+        return near + np.where(crosses, outside_seconds(Leg(operation, whole, axis, "direct"), self.network), 0.0)
+
+    def _measured(self, operation: str, level: Level, size: Ints, payload: Value) -> Floats:
         groups = np.maximum(1, self.here // np.maximum(size, 1))
-        level: Level = "intra"
-        inside = self.measured.seconds(operation, level, size, groups, payload)
-        if not self.measured.has("inter"):
-            return inside
-        outside = self.measured.seconds(operation, "inter", size, groups, payload)
-        return np.where(size * 1.0 > self.node, outside, inside)
+        return self.measured.seconds(operation, level, size, groups, payload)
+
+    def _send(self, payload: Value) -> Floats:
+        """A message to the next pipeline rank."""
+        near = self._measured("send", "intra", np.asarray(2), payload)
+        if self.one_node:
+            return near
+        crosses = self.strides["pp"] >= self.network.devices_per_node
+        if self.measured.has("inter"):
+            return np.where(crosses, self._measured("send", "inter", np.asarray(2), payload), near)
+        far = send_seconds(np.asarray(payload, float), self.strides["pp"], self.network, False, self.layouts.tp)
+        return near + np.where(crosses, far, 0.0)
+
+    def leg_seconds(self, leg: Leg, calls: Floats) -> Floats:
+        """Of an operation in ``calls`` parts. Ranks copy as in the direct exchange; other ways differ on the links."""
+        part = leg.payload / calls
+        split = {"all_reduce": ("reduce_scatter", "all_gather"), "all_to_all": ("reduce_scatter",)}
+        steps: tuple[Operation, ...] = split.get(leg.operation, (leg.operation,))  # type: ignore[assignment]
+        axis = leg.axis
+        sizes = {name: part / axis.size if name == "all_gather" else part for name in steps}
+        if self.one_node or (leg.way == "direct" and self.measured.has("inter")):
+            return calls * sum(self.seconds(name, axis, size) for name, size in sizes.items())
+        near = sum(self._measured(name, "intra", axis.size, size) for name, size in sizes.items())
+        one = replace(leg, payload=part, calls=leg.calls / calls)
+        return calls * (near + np.where(axis.group.nodes > 1, outside_seconds(one, self.network), 0.0))
 
     def result(self) -> StepTime:
         layouts, host = self.layouts, self.host
@@ -111,18 +157,26 @@ class _Step:
         gradients, gathers, hooks = self._data_parallel()
         owned = self.parameters / np.where(layouts.zero >= 1, layouts.shard, 1)
         cover = (1 - self.idle_cores) if self.rules.overlap_gradients else 1.0
+        # Idle cores hide no more than the computation lasts.
+        backward = (pipeline["backward"] + pipeline["recompute"]) * np.where(layouts.zero >= 2, 1.0, 1.0 / self.m)
+        exchanged = np.where(layouts.zero > 0, gradients + gathers, gradients)
+        beside = backward + np.where(layouts.zero > 0, pipeline["forward"], 0.0)
+        exposed = np.maximum(exchanged * cover, exchanged - beside)
         dp, world = layouts.dp, layouts.ranks
-        agreed = self.seconds("all_reduce", world, _NUMBER_BYTES * (2 + dp * self.m))
-        counted = self.seconds("all_reduce", dp, _NUMBER_BYTES)
+        every = Axis.of(world, np.ones_like(world), self.network)
+        replicas = Axis.of(dp, self.strides["shard"], self.network)
+        agreed = self.seconds("all_reduce", every, _NUMBER_BYTES * (2 + dp * self.m))
+        counted = self.seconds("all_reduce", replicas, _NUMBER_BYTES)
         tail = host.step * self.dearer + np.where(world > 1, agreed, 0.0) + np.where(dp > 1, counted, 0.0)
         parts = {
             **pipeline,
             "optimizer": owned * host.update * self.dearer,
-            "shard": np.where(layouts.zero > 0, (gradients + gathers) * cover + hooks * self.dearer, 0.0),
-            "replicate": np.where(layouts.zero == 0, gradients * cover, self._across_copies()),
+            "shard": np.where(layouts.zero > 0, exposed + hooks * self.dearer, 0.0),
+            "replicate": np.where(layouts.zero == 0, exposed, self._across_copies()),
             "other": tail,
             "waiting": 0.0 * self.m,
         }
+        self._agree(parts)
         shaped = {name: np.asarray(np.broadcast_to(part, self.rows.shape), float) for name, part in parts.items()}
         return StepTime(shaped, np.add.reduce(list(shaped.values())))
 
@@ -146,7 +200,7 @@ class _Step:
             self.pure.product(self.rows, vocabulary, shape.hidden)
             + self.pure.product(shape.hidden, self.rows, vocabulary)
         )
-        own = self._parameters_of(rank)
+        own = rank_parameters(self.shape, self.layouts, rank)
         stages = layouts.virtual.astype(float)
         return _Work(
             forward=rank.layers * (layer.forward + one) + head + logits * host.forward.logit
@@ -157,32 +211,24 @@ class _Step:
             tensor=self._tensor(rank),
         )  # fmt: skip
 
-    def _parameters_of(self, rank: Held) -> Floats:
-        """Parameters of one pipeline rank, before sharding."""
-        shape, tp = self.shape, self.layouts.tp
-        per_layer = shape.split_parameters() / tp + shape.whole_parameters()
-        # A tied head is the embedding where both stand on one rank.
-        head = rank.head * (1.0 - shape.tied * rank.embedding)
-        ends = (rank.embedding + head) * shape.vocabulary / tp + rank.embedding * shape.positions
-        return np.asarray(rank.layers * per_layer + ends * shape.hidden)
-
     @property
     def parameters(self) -> Floats:
         """Of the pipeline rank that holds most."""
-        return np.asarray(np.maximum.reduce([self._parameters_of(rank) for rank in self.ranks]))
+        return np.asarray(np.maximum.reduce([rank_parameters(self.shape, self.layouts, rank) for rank in self.ranks]))
 
     def _tensor(self, rank: Held) -> Floats:
         """The collectives of one micro-batch along tp, by ``parallel/tensor.py``'s table."""
         layouts, layers = self.layouts, rank.layers
         tp, first, last = layouts.tp, 1.0 * rank.embedding, 1.0 * rank.head
         whole = self.rows * self.shape.hidden * self.element
-        gather = self.seconds("all_gather", tp, whole / tp)
-        scatter = self.seconds("reduce_scatter", tp, whole)
+        gather = self.seconds("all_gather", self.tensor_axis, whole / tp)
+        scatter = self.seconds("reduce_scatter", self.tensor_axis, whole)
         again = np.where(layouts.recompute == _FULL, layers, 0.0)
         gathers = 6 * layers + 2 * last + first + 2 * again + 2 * np.where(self.splits, layers, 0.0)
         scatters = 4 * layers + last + first + again
         wide = max(4.0, self.element)
-        loss = self.seconds("all_reduce", tp, wide * self.rows) + self.seconds("all_reduce", tp, 2 * wide * self.rows)
+        loss = self.seconds("all_reduce", self.tensor_axis, wide * self.rows)
+        loss = loss + self.seconds("all_reduce", self.tensor_axis, 2 * wide * self.rows)
         hidden = 1 - self.idle_cores * self.rules.overlap_tensor
         around = (gathers + scatters) * self.host.tensor * self.dearer
         return np.where(tp > 1, (gathers * gather + scatters * scatter) * hidden + last * loss + around, 0.0)
@@ -193,7 +239,7 @@ class _Step:
         """From the first forward to the last backward, by part."""
         layouts, m, cores = self.layouts, self.m, float(self.host.cores)
         turns = np.maximum(1.0, self.here / cores)
-        send = self.seconds("send", np.asarray(2), self.rows * self.shape.hidden * self.element)
+        send = self._send(self.rows * self.shape.hidden * self.element)
         # By pipeline rank and part: seconds of a core for one micro-batch, what others slow down included. All ranks
         # did the measured collectives at once, so on shared cores their seconds hold several ranks' work.
         rows = [
@@ -243,32 +289,56 @@ class _Step:
     def _data_parallel(self) -> tuple[Floats, Floats, Floats]:
         """Reduction of gradients, gathers of parameters, and the hooks of ZeRO-2 and 3, in one step."""
         layouts, rules, m = self.layouts, self.rules, self.m
-        size = np.where(layouts.zero == 0, layouts.dp, layouts.shard)
         payload, gathered = self.parameters * rules.wire_bytes, self.parameters * rules.gather_bytes
-        buckets = np.maximum(1.0, np.ceil(payload / self.bucket_bytes))
+        buckets = np.maximum(1.0, np.ceil(payload / self.terms.bucket_bytes))
         layers = np.maximum.reduce([rank.layers for rank in self.ranks])
         units = layers + layouts.virtual
         grouped = layouts.zero >= 2
         calls = np.where(grouped, units, buckets)
-        reduce = calls * self.seconds("reduce_scatter", size, payload / calls) * np.where(grouped, m, 1.0)
-        again = calls * self.seconds("all_gather", size, payload / size / calls)
-        gradients = np.where(layouts.zero == 0, reduce + again, reduce)
-        gather = calls * self.seconds("all_gather", size, gathered / size / calls)
+        same = self._all(self.legs.replicated(self.parameters), calls)
+        summed = self._all(self.legs.scatter(self.parameters), calls) * np.where(grouped, m, 1.0)
+        gradients = np.where(layouts.zero == 0, same, summed)
+        gather = self.leg_seconds(self.legs.gather(gathered), calls)
         # ZeRO-3 keeps the last block of a model without pipeline, and what is in no block, from forward to backward.
         twice = np.where(layouts.pp == 1, 2 * layers / units, 2.0)
         gathers = np.where(layouts.zero == 0, 0.0, gather) * np.where(layouts.zero == 3, m * twice, 1.0)
         each = units * self.host.unit + self.parameters * self.host.sharded
         hooks = np.where(grouped, each * m * np.where(layouts.zero == 3, 3.0, 1.0 + 1.0 / m), 0.0)
-        alone = size == 1
+        alone = self.legs.shard.size == 1
         return np.where(alone, 0.0, gradients), np.where(alone, 0.0, gathers), np.where(alone, 0.0, hooks)
 
     def _across_copies(self) -> Floats:
         """ZeRO with replicas: the shards' gradients are summed across them once a step."""
-        layouts = self.layouts
-        payload = self.parameters * self.rules.wire_bytes / layouts.shard
-        both = self.seconds("reduce_scatter", layouts.replicas, payload)
-        both = both + self.seconds("all_gather", layouts.replicas, payload / layouts.replicas)
-        return np.where(layouts.replicas > 1, both, 0.0)
+        return self._all(self.legs.across(self.parameters / self.layouts.shard), np.ones_like(self.m))
+
+    def _all(self, legs: Sequence[Leg], calls: Floats) -> Floats:
+        """Operations one after the other."""
+        found = sum((self.leg_seconds(leg, calls) for leg in legs), start=np.zeros(self.m.shape))
+        return np.where(legs[0].axis.size > 1, found, 0.0) if legs else found
+
+    def _agree(self, parts: dict[str, Floats]) -> None:
+        """Add what the job's way of agreeing takes beside the sums: encoding, meetings of replicas, servers."""
+        terms, layouts = self.terms, self.layouts
+        if terms.plain_sums:
+            return
+        element = self.host.forward.element * self.dearer
+        if terms.compressed:
+            rounds = np.where(layouts.zero >= 2, self.m, 1.0)
+            coded = self.legs.coded(self.parameters, rounds)
+            parts["replicate"] = parts["replicate"] + coded_passes(terms) * element * coded
+        rest = np.add.reduce([np.broadcast_to(part, self.rows.shape) for part in parts.values()])
+        if terms.apart:
+            owned = self.parameters / np.where(layouts.zero >= 1, layouts.shard, 1)
+            once = np.ones_like(self.m)
+            met = mean_meeting(self.legs, owned, lambda leg: self.leg_seconds(leg, once), owned * element, rest)
+            parts["replicate"] = parts["replicate"] + met
+        if terms.servers:
+            found = server_time(
+                terms.sync, self.legs.shard, self.network, pull=self.parameters * self.rules.gather_bytes,
+                push=self.parameters * terms.wide, update=parts["optimizer"], compute=rest - parts["optimizer"],
+            )  # fmt: skip
+            parts["replicate"] = parts["replicate"] + found.exchange
+            parts["optimizer"] = found.update
 
 
 def _layer_pass(seconds: PassSeconds, elements: Floats) -> Floats:

@@ -132,10 +132,11 @@ class Space:
 
     def _micro_batches(self, family: Family) -> Ints:
         """Rows (micro-batch size, micro-batches): the smallest size for each possible number of them."""
-        share = -(-self.work.global_batch // family.dp)
+        parts = self.work.parts(family.dp)
+        share = -(-self.work.global_batch // parts)
         unit = family.tp // math.gcd(self.work.sequence, family.tp)
         sizes = np.arange(unit, max(share, unit) + 1, unit)
-        numbers = -(-self.work.global_batch // (sizes * family.dp))
+        numbers = -(-self.work.global_batch // (sizes * parts))
         numbers, first = np.unique(numbers, return_index=True)
         return np.stack([sizes[first], numbers], axis=1)[::-1]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.job.layout import DELAYED_SCHEDULES, V_SCHEDULES
 from meshwright.plan.arrays import SCHEDULES, Bools, Floats, Ints, Layouts
-from meshwright.plan.shape import Value
+from meshwright.plan.shape import Shape, Value
 
 _DELAYED_CODES = [SCHEDULES.index(name) for name in SCHEDULES if name in DELAYED_SCHEDULES]
 _V_CODES = [SCHEDULES.index(name) for name in SCHEDULES if name in V_SCHEDULES]
@@ -93,3 +93,13 @@ def uneven_stages(layouts: Layouts, layers: Value, rank: Ints) -> tuple[Floats, 
     first = (rank < extra).astype(np.int64)
     more = np.where(folded, first + (2 * layouts.pp - 1 - rank < extra), _count(0 * extra, extra - 1, rank, layouts.pp))
     return base.astype(float), more.astype(float), first.astype(float)
+
+
+def rank_parameters(shape: Shape, layouts: Layouts, rank: Held) -> Floats:
+    """Parameters of one pipeline rank, before sharding."""
+    tp = layouts.tp
+    per_layer = shape.split_parameters() / tp + shape.whole_parameters()
+    # A tied head is the embedding where both stand on one rank.
+    head = rank.head * (1.0 - shape.tied * rank.embedding)
+    ends = (rank.embedding + head) * shape.vocabulary / tp + rank.embedding * shape.positions
+    return np.asarray(rank.layers * per_layer + ends * shape.hidden)
