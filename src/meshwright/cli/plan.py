@@ -58,6 +58,10 @@ def plan(
     compare: Annotated[
         list[str] | None, typer.Option(help='Layouts side by side: --compare "dp=8" "dp=2 tp=4".')
     ] = None,
+    compare_sync: Annotated[
+        bool,
+        typer.Option("--compare-sync", help="Ways to synchronise the layout side by side: sums, compressions, others."),
+    ] = False,
     model: Annotated[
         str | None, typer.Option(help="Without a job: a preset such as megatron-1t, or a config.json.")
     ] = None,
@@ -92,10 +96,13 @@ def plan(
         spares=spares, elastic=elastic, price=price,
     )  # fmt: skip
     _refuse_unused(
-        "--explain-sync" if explain_sync else "--compare" if compared else None,
+        "--explain-sync" if explain_sync else "--compare-sync" if compare_sync else "--compare" if compared else None,
         {
-            "--compare": explain_sync and bool(compared), "--explain": explain, "--top": top != _TOP,
-            "--layout": layout is not None and not explain_sync, **dict.fromkeys(days.given(), True),
+            "--compare": (explain_sync or compare_sync) and bool(compared),
+            "--compare-sync": explain_sync and compare_sync, "--explain": explain, "--top": top != _TOP,
+            "--delayed": compare_sync and delayed,
+            "--layout": layout is not None and not (explain_sync or compare_sync),
+            **dict.fromkeys(days.given(), True),
         },
         rank if not (explain or explain_sync) else None,
     )  # fmt: skip
@@ -106,6 +113,11 @@ def plan(
         return
     if element is not None:
         raise InputError(f"--element: {element!r} is followed by --explain-sync only; give both or neither")
+    if compare_sync:
+        from meshwright.cli.plan_compare_sync import compare_ways
+
+        compare_ways(job, cluster, console, as_json)
+        return
     if compared:
         _compare(job, compared, cluster, console, as_json)
         return
