@@ -210,7 +210,8 @@ def test_a_warm_up_is_stated_apart() -> None:
         (("algorithm=ring",), "summed by ring"),
         (("compression=int8",), "Losses are not predicted"),
         (("strategy=diloco", "period=30"), "the mean over 30 steps"),
-        (("strategy=server",), "4 workers in step"),
+        (("strategy=server",), "4 workers in step, with 1 server process on the first node."),
+        (("strategy=server", "servers=2"), "with 2 server processes on the first node."),
         (("strategy=server", "server_mode=asynchronous"), "a worker's own pace"),
     ],
 )

@@ -82,7 +82,8 @@ def warms_up(sync: SyncSection) -> bool:
 
 def _of_servers(job: Job, step: float) -> str:
     sync, workers = job.sync, job.layout.dp
-    where = f"{sync.servers * sync.server_replicas} server processes on the first node"
+    count = sync.servers * sync.server_replicas
+    where = f"{count} server process{'es' if count > 1 else ''} on the first node"
     match sync.server_mode:
         case "synchronous":
             return f"the step time is pull, computation, push and update of {workers} workers in step, with {where}"
