@@ -79,15 +79,15 @@ class Kept:
     scale: Scale
 
     def pace(self, name: str, find: Callable[[], Pace]) -> Pace:
-        """How quick a strategy is."""
+        """How quick a strategy is, whatever the number of steps."""
         return Pace(**self._kept(f"pace-{name}", lambda: asdict(find())))
 
     def run(self, name: str, find: Callable[[], Run]) -> Run:
         """One run."""
-        return Run(**self._kept(f"run-{name}", lambda: asdict(find())))
+        return Run(**self._kept(f"run-{self.scale.steps}-{name}", lambda: asdict(find())))
 
     def _kept(self, name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = self.folder / f"{self.scale.tokens}x{self.scale.steps}-{self.scale.rate}-{name}.json"
+        path = self.folder / f"{self.scale.tokens}-{self.scale.rate}-{name}.json"
         if not path.exists():
             found = find()
             path.write_text(json.dumps(found), encoding="utf-8")
