@@ -2,18 +2,19 @@
 
 Two hosts (network namespaces) of two ranks each, joined by a link of 100 Mbit/s each way, train the quick-start model.
 The target is the validation loss that plain all-reduce has after ``--steps`` steps. How many steps a strategy takes to
-it does not depend on how quick the link is, so that is found over the same link without its limit, seed by seed, in
-at most ``--most`` times as many steps; how long a step takes, and what it sends, is measured over the limited link.
+it does not depend on any link, so that is found on this machine without one, seed by seed, in at most ``--most`` times
+as many steps; how long a step takes, and what it sends, is measured over the limited link.
 
     T1      plain all-reduce: its steps times its seconds a step       T0    the same steps without any exchange
-    time    of a strategy: first steps that travel whole at plain all-reduce's pace, the others at its own
+    time    of a strategy: steps that travel whole at plain all-reduce's pace, the others at its own; a warm-up that
+            sends ever less as it was measured, with what starting sends
     closed  (T1 - time) / (T1 - T0)
     link    bytes that the kernel counted on both ends, against what the run's own ledger says crosses
 
 Validation and starting are not in the times. Nothing is clipped, the rate is constant after its warm-up, and all
 strategies see the same samples. ``--whole`` runs a strategy over the limited link from its first to its last step as
 well, and sums what its steps took. The whole comparison is 300 steps of 2,048 tokens with three seeds (hours on a small
-machine); ``--steps 20 --tokens 256 --seeds 1`` takes minutes.
+machine); ``--steps 20 --tokens 256 --seeds 1`` takes minutes. ``--keep FOLDER`` goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.slow_link_runs import PER_HOST, RANKS, Pace, Run, Scale, Strategy, losses, pace, train
+from bench.slow_link_runs import EVALUATIONS, PER_HOST, RANKS, Pace, Run, Scale, Strategy, losses, pace, train
 from tests.cluster.hosts import two_hosts, why_not
 
 
@@ -221,7 +222,20 @@ def table(found: Mapping[str, Any]) -> str:
             shown = format(scale * statistics.median(values), form) if len(values) == len(runs) else "-".rjust(width)
             cells.append(shown)
         lines.append(" ".join(cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_curves(found)])
+
+
+def _curves(found: Mapping[str, Any]) -> Iterator[str]:
+    """Validation losses on the way, medians over seeds; a dash: the run had ended."""
+    every = max(1, found["steps"] // EVALUATIONS)
+    marks = [round(found["steps"] * part / 5 / every) * every for part in range(1, 6)]
+    yield f"{'loss after step':<15}" + "".join(f"{mark:9}" for mark in marks)
+    for name, runs in found["strategies"].items():
+        curves = [dict(run["validation"]) for run in runs]
+        values = [[curve[mark] for curve in curves if mark in curve] for mark in marks]
+        yield f"{name:<15}" + "".join(
+            f"{statistics.median(each):9.3f}" if len(each) == len(curves) else "-".rjust(9) for each in values
+        )
 
 
 def _names(text: str | None, option: str, parser: argparse.ArgumentParser, default: Sequence[str]) -> list[str]:

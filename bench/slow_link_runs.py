@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.job.job import run_job
+from meshwright.plan.predict import predict
 from meshwright.sync.compress_adam import full_round
 from tests.cluster.hosts import ROOT, TwoHosts
 
@@ -151,7 +153,8 @@ def train(
         _with_servers(hosts, arguments, out)
     else:
         hosts.run_both(hosts.torchrun(PER_HOST, "meshwright.cli.main", arguments), timeout=_LONGEST)
-    return read(out, strategy, sum(hosts.counters(host).sent - count for host, count in enumerate(before)))
+    sent = sum(hosts.counters(host).sent - count for host, count in enumerate(before))
+    return read(out, sent, crossing(out, strategy))
 
 
 def _with_servers(hosts: TwoHosts, arguments: Sequence[str], out: Path) -> None:
@@ -184,13 +187,13 @@ def losses(folder: Path, strategy: Strategy, scale: Scale, steps: int, seed: int
     while process.poll() is None:
         time.sleep(0.5)
         if target is not None and not there and (out / "metrics.jsonl").exists():
-            there = any(loss <= target for _, loss in read(out, strategy, 0).validation)
+            there = any(loss <= target for _, loss in read(out).validation)
             if there:
                 process.send_signal(signal.SIGTERM)
     output = process.communicate()[0]
     if process.returncode and not there:
         raise AssertionError(output)
-    return read(out, strategy, 0)
+    return read(out)
 
 
 def _write(folder: Path) -> Path:
@@ -255,7 +258,7 @@ def pace(hosts: TwoHosts, folder: Path, strategy: Strategy, scale: Scale, least:
     return Pace(seconds, sent, longer.ledger_bytes, first, sum(longer.step_seconds[:first]), ramp_bytes)
 
 
-def read(out: Path, strategy: Strategy, sent: int) -> Run:
+def read(out: Path, sent: int = 0, ledger_bytes: float | None = None) -> Run:
     """What a run directory says, of a run that may be going still."""
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     records = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -265,22 +268,35 @@ def read(out: Path, strategy: Strategy, sent: int) -> Run:
         validation=[(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record],
         losses=[record["loss"] for record in trained],
         link_bytes=sent,
-        ledger_bytes=crossing(out, strategy),
+        ledger_bytes=ledger_bytes,
     )
 
 
 def crossing(out: Path, strategy: Strategy) -> float | None:
-    """Bytes that cross the link in a step by the run's own ledger; None where that is not what every step sends."""
+    """Bytes that cross the link in a step by the run's own ledger; None where that is not what every step sends.
+
+    Of replicas that train apart, in the mean over a period of the predicted ledger, which has a step with a meeting.
+    """
     if strategy.sync.get("strategy") == "server":
         summary = out / "summary.json"
         if not summary.exists():
             return None
         worker = json.loads(summary.read_text(encoding="utf-8"))["servers"]["predicted"]["worker"]
         return float(PER_HOST * (worker["push"] + worker["pull"]))
+    if strategy.sync.get("strategy"):
+        job = run_job(out).resolve()
+        period, sends = job.sync.period, [send for rank in predict(job).ranks for send in rank.sends]
+        return sum(
+            _crosses(send.axis, strategy) * send.wire / (period if send.phase == "publish" else 1) for send in sends
+        )
     path = out / "ledger.json"
-    if not path.exists() or strategy.sync.get("strategy") or strategy.sync.get("compression") == "zero-one-adam":
+    if not path.exists() or strategy.sync.get("compression") == "zero-one-adam":
         return None
-    shares = {"shard": 0.0, "replicate": 1.0}
     ledger = json.loads(path.read_text(encoding="utf-8"))
-    sends = [entry for rank in ledger["ranks"] for entry in rank["sends"]]
-    return float(sum(entry["wire"] * shares.get(entry["axis"], strategy.crossing) for entry in sends))
+    entries = [entry for rank in ledger["ranks"] for entry in rank["sends"]]
+    return float(sum(_crosses(entry["axis"], strategy) * entry["wire"] for entry in entries))
+
+
+def _crosses(axis: str, strategy: Strategy) -> float:
+    """What part of the wire bytes of an axis crosses the link."""
+    return {"shard": 0.0, "replicate": 1.0}.get(axis, strategy.crossing)

@@ -55,12 +55,12 @@ def test_what_crosses_between_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     ledger = {"ranks": [{"sends": [{"axis": "dp", "wire": 30}, {"axis": "world", "wire": 60}]}] * 4}
     (tmp_path / "ledger.json").write_text(json.dumps(ledger))
     assert crossing(tmp_path, PLAIN) == 4 * 90 * 2 / 3  # two of a rank's three peers are on the other host
-    assert crossing(tmp_path, ALONE) is None
+    assert crossing(tmp_path, Strategy("rare", {"compression": "zero-one-adam"})) is None
     lines = [{"step": 1, "step_seconds": 2.0, "loss": 5.0}, {"step": 1, "validation_loss": 5.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "step_sec')  # the run is still going
-    run = read(tmp_path, PLAIN, 250)
+    run = read(tmp_path, 250, crossing(tmp_path, PLAIN))
     assert (run.step_seconds, run.validation, run.losses) == ([2.0], [(1, 5.5)], [5.0])
     assert (run.link_bytes, run.ledger_bytes) == (250, 240)
     sends = [{"axis": "shard", "wire": 30}, {"axis": "replicate", "wire": 5}]
@@ -69,6 +69,23 @@ def test_what_crosses_between_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     worker = {"push": 7, "pull": 5}
     (tmp_path / "summary.json").write_text(json.dumps({"servers": {"predicted": {"worker": worker}}}))
     assert crossing(tmp_path, Strategy("server", {"strategy": "server"})) == 2 * 12
+
+
+def test_what_crosses_in_the_mean_of_a_period(tmp_path: Path) -> None:
+    text = Path("examples/quickstart.toml").read_text(encoding="utf-8").replace("clip_norm = 1.0\n", "")
+    found = {}
+    for strategy in STRATEGIES:
+        if strategy.sync.get("strategy") in ("local", "diloco"):
+            words = [*strategy.settings(300), "optimizer.schedule=constant", "optimizer.min_lr_ratio=0"]
+            (tmp_path / "first.toml").write_text(text, encoding="utf-8")
+            job = load_job(tmp_path / "first.toml", words, strategy.layout).resolve()
+            (tmp_path / "job.toml").write_text(job.to_toml(), encoding="utf-8")
+            found[strategy.name] = crossing(tmp_path, strategy)
+    # 4 ranks, each of which exchanges half of the 9,965,824 parameters of 4 bytes with one other
+    small = 2 / 3 * 4 * (48 + 168)  # the agreement on every step
+    assert found["local"] == pytest.approx(4 * 9_965_824 * 2 / 8 + small, rel=1e-3)
+    assert found["diloco"] == pytest.approx(4 * 9_965_824 * 2 / 10 + small, rel=1e-3)
+    assert found["diloco-dgc"] == pytest.approx(4 * 8 * 0.03 * 9_965_824 / 2 / 5 + small, rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, ALONE, *STRATEGIES], ids=lambda strategy: strategy.name)
