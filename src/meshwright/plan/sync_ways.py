@@ -93,7 +93,8 @@ def _compressions(job: Job, node_size: int) -> Iterator[Way]:
 
 def _strategies(job: Job) -> Iterator[Way]:
     stated = "" if "period" in job.sync.model_fields_set else " (default)"
-    for name, compression in (("local", None), ("easgd", None), ("diloco", None), ("diloco", "int8")):
+    meeting = (("local", None), ("easgd", None), ("diloco", None), ("diloco", "int8"), ("diloco", "dgc"))
+    for name, compression in meeting:
         values: dict[str, Any] = {"strategy": name} | ({"compression": compression} if compression else {})
         section = _section(job, values, tuple(key for key, names in STRATEGY_KEYS.items() if name in names))
         yield Way(f"{name}{f' {compression}' if compression else ''}, period {section.period}{stated}", section)
