@@ -62,7 +62,8 @@ class Strategy:
 
     def cycle(self, steps: int) -> int:
         """Steps after which its traffic repeats."""
-        return int(self._value("period", steps) or 1)
+        period = int(self._value("period", steps) or 1)
+        return period if period <= steps else 1
 
     def _value(self, key: str, steps: int) -> Any:
         value = self.sync.get(key)

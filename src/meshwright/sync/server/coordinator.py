@@ -471,6 +471,10 @@ class Coordinator:
         replicas = [name for chain in self.chains for name in chain.members]
         return self._serve() + [(name, Message("finish")) for name in replicas]
 
+    def awaits(self, role: str) -> bool:
+        """Whether training cannot begin without one of these (``"server"`` or ``"worker"``)."""
+        return not self.started if role == "server" else bool(self._awaited)
+
     def fail(self, why: str) -> None:
         """Give up; the launcher ends everybody and says why."""
         self.failure = self.failure or why

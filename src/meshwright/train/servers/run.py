@@ -110,7 +110,7 @@ def make_plan(job: Job, begin: Begin) -> Plan:
         evaluate_at=frozenset([*every, train.steps]) if validates else frozenset(),
         save_at=frozenset(saves),
         timeout=sync.server_timeout,
-        awaited=frozenset(range(job.layout.dp - sync.workers_elsewhere, job.layout.dp)),
+        awaited=frozenset(range(job.layout.dp) if sync.workers_elsewhere else ()),
     )
 
 
@@ -210,11 +210,10 @@ class _Supervisor:
                 for shard in range(sync.servers):
                     for _ in range(sync.server_replicas):
                         self._start("server", shard)
-                awaited = self.coordinator.plan.awaited
-                for index in range(job.layout.dp):
-                    if index not in awaited:
-                        self._start("worker", index)
-                        continue
+                here = job.layout.dp - sync.workers_elsewhere
+                for index in range(here):
+                    self._start("worker", index)
+                for index in range(here, job.layout.dp):
                     words = f"python -m {_MODULE} {self.run_dir.absolute()} --worker {index}"
                     self.records.progress.say(f"training begins when this runs too, elsewhere: {words}")
                 self._watch_children()
@@ -291,7 +290,7 @@ class _Supervisor:
         if self.restarts < self.job.sync.server_restarts and self.coordinator.failure is None:
             self.restarts += 1
             self._start(child.role, child.index)
-        elif child.role == "server" and not self.coordinator.started:
+        elif self.coordinator.awaits(child.role):
             with self.node.lock:
                 self.coordinator.fail(f"{child.name} ended before training began")
 
