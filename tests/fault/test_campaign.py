@@ -21,7 +21,9 @@ def told(verdicts: list[Verdict]) -> str:
     return "\n".join(json.dumps(verdict.as_json()) for verdict in verdicts if not verdict.good)
 
 
-def test_a_run_that_meets_a_damaged_checkpoint_and_a_kill(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_run_that_meets_a_damaged_checkpoint_and_a_kill(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """One run, one fault after the other; it goes on by itself from both, and ends with the same bits."""
     harm, kill = Sort("flip-byte", "recovers", then_kill=True), Sort("kill", "recovers")
     entries = (

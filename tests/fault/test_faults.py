@@ -76,7 +76,9 @@ def test_faults_happen_at_their_address_and_only_there(run: Run, layout: str) ->
     ran, folder = run(*texts, pairs=(f"layout={layout}", "batch.global_size=4"))
     for rank, one in enumerate(ran):
         assert not one.error and one.armed
-        assert [fault.phase for fault, _, _ in one.met] == [phase for phase in PHASES if rank == 0 or phase != "commit"]
+        assert [fault.phase for fault, _, _ in one.met] == [
+            phase for phase in PHASES if rank == 0 or phase != "commit"
+        ]
         for fault, done, under_way in one.met:
             assert (fault.rank, fault.step) == (rank, 2)
             assert done == (2 if fault.phase in ("publish", "end", *SAVE_PHASES) else 1)

@@ -77,7 +77,7 @@ def test_exception_is_shown_as_one_block(tmp_path: Path, within: Callable[[float
     block = str(raised.value)
     assert block.startswith("rank 1 of 3 failed: exit code 1, ZeroDivisionError: one by none\n")
     assert "  | about to divide\n" in block
-    assert "  | ZeroDivisionError: one by none\n" in block
+    assert '  | ZeroDivisionError: one by none\n' in block
     assert "after it: rank 0 (killed by SIGTERM), rank 2 (killed by SIGTERM)" in block
     assert raised.value.exit_code == 1
 
@@ -172,7 +172,9 @@ def all_gone(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_the_ranks_save(tmp_path: Path, launcher: Begin, number: signal.Signals) -> None:
+def test_a_signal_is_passed_on_and_the_ranks_save(
+    tmp_path: Path, launcher: Begin, number: signal.Signals
+) -> None:
     process, ranks = launcher("train")
     began = time.monotonic()
     process.send_signal(number)
@@ -184,7 +186,9 @@ def test_a_signal_is_passed_on_and_the_ranks_save(tmp_path: Path, launcher: Begi
     assert all_gone(ranks, 1)
 
 
-def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path, launcher: Begin) -> None:
+def test_a_second_signal_does_not_wait_for_the_save(
+    tmp_path: Path, launcher: Begin
+) -> None:
     process, ranks = launcher("train-slow-save")
     process.send_signal(signal.SIGINT)
     time.sleep(1)

@@ -48,7 +48,9 @@ def test_predicted_traffic_is_what_the_program_sends(algorithm: str, layout: str
     pytest.param("halving-doubling", "dp=2 zero=3", marks=pytest.mark.all),
     pytest.param("ring", "dp=4", marks=pytest.mark.all),
 ])  # fmt: skip
-def test_measured_traffic_is_what_was_predicted(ranks: Callable[[int], RankPool], algorithm: str, layout: str) -> None:
+def test_measured_traffic_is_what_was_predicted(
+    ranks: Callable[[int], RankPool], algorithm: str, layout: str
+) -> None:
     job = job_with(algorithm, layout)
     found = compare([measure(ranks(job.layout.ranks), job), predict(job)], EXACT)
     sends = [each for each in found if each.quantity.startswith("sends")]

@@ -30,7 +30,9 @@ from tests.small_jobs import request, small_job
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = {"server synchronous"}
-CASES = [pytest.param(case, id=case[0], marks=[] if case[0] in SAMPLE else [pytest.mark.all]) for case in SERVER_CASES]
+CASES = [
+    pytest.param(case, id=case[0], marks=[] if case[0] in SAMPLE else [pytest.mark.all]) for case in SERVER_CASES
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,7 +125,9 @@ def test_the_servers_state_comes_back_from_a_checkpoint(tmp_path: Path, optimize
     out = tmp_path / "run"
     out.mkdir()
     corpora = open_corpora(job.data, job.model.vocabulary)
-    records = RunRecords(job, out, corpora, begin=0, cursor=0, progress=StepProgress(6, 0, shown=False), resumed=False)
+    records = RunRecords(
+        job, out, corpora, begin=0, cursor=0, progress=StepProgress(6, 0, shown=False), resumed=False
+    )
     records.save(2, [store.state() for store in stores], 2, [])
     assert records.error is None
     records.close()

@@ -343,7 +343,9 @@ def traffic(degree: int, spec: ModelSpec, rows: int, sequence: int, split: bool)
         else:
             with TrafficRecorder(mesh.axis_of) as parts["backward"]:
                 out.backward(gradient)
-        return {f"{part} {send.operation}": send.payload for part, recorder in parts.items() for send in recorder.sends}
+        return {
+            f"{part} {send.operation}": send.payload for part, recorder in parts.items() for send in recorder.sends
+        }
 
 
 @pytest.mark.parametrize(("rows", "sequence"), [(2, 24), (4, 128)])

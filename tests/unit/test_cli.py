@@ -222,7 +222,9 @@ def main_ended(words: list[str]) -> None:
     assert ended.value.code == 0
 
 
-def test_ranks_that_torchrun_started(job: Path, out: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_torchrun_started(
+    job: Path, out: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     (line,) = refuse("train", job, "--out", out)
@@ -309,7 +311,9 @@ def test_output_directory(
     locked.mkdir(mode=0o555)
     if os.geteuid() == 0:  # who may write everywhere
         monkeypatch.setattr(prepare.os, "access", lambda path, mode: mode == os.R_OK or Path(path) != locked)
-    assert refuse("train", job, "--out", locked) == [f"--out: {locked} is not writable; give a directory you may write"]
+    assert refuse("train", job, "--out", locked) == [
+        f"--out: {locked} is not writable; give a directory you may write"
+    ]
 
 
 def test_resume_of_nothing_and_of_another_model(
@@ -350,7 +354,9 @@ def test_memory_that_the_job_states(job: Path, out: Path, refuse: Refuse) -> Non
     ]
 
 
-def test_memory_that_the_machine_has(job: Path, out: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_machine_has(
+    job: Path, out: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare.psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
     (line,) = refuse("train", job, "--out", out)
     assert line.startswith(

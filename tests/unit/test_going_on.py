@@ -120,7 +120,7 @@ def test_a_checkpoint_brings_its_shape(tmp_path: Path) -> None:
     shape = load_job(job).model_spec
     path = save(tmp_path, 2, [whole("w", torch.ones(2))], model=shape.model_dump(mode="json"))
     text = job.read_text()
-    job.write_text(f'[model]\ninit_from = "step-2"\n\n{text[text.index("[data]") :]}')
+    job.write_text(f'[model]\ninit_from = "step-2"\n\n{text[text.index("[data]"):]}')
     assert load_job(job).model_spec == shape
     rewrite(path / "manifest.json", model={})
     with pytest.raises(InputError, match=r"^model\.init_from: \S+manifest\.json says no shape of a model"):

@@ -150,7 +150,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
     source = put(tmp_path / "dcp", {"model": {"a": torch.ones(300), "b": torch.zeros(4)}})
     data, index = (source / "__0_0.distcp").read_bytes(), (source / ".metadata").read_bytes()
     (source / "__0_0.distcp").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp is damaged at byte \d+ \(it ends before"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"__0_0\.distcp is damaged at byte \d+ \(it ends before"
+    ):
         DcpFolder(source).read("model.b")
     (source / "__0_0.distcp").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"cannot be read: No such file"):

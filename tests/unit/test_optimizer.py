@@ -38,7 +38,9 @@ def train(values: Tensor, gradients: list[Tensor], cuts: list[int], settings_: d
     which=st.sampled_from(["adamw", "sgd"]),
     seed=st.integers(0, 1000),
 )
-def test_bits_do_not_depend_on_where_shards_are_cut(cuts: list[int], dtype: torch.dtype, which: str, seed: int) -> None:
+def test_bits_do_not_depend_on_where_shards_are_cut(
+    cuts: list[int], dtype: torch.dtype, which: str, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(1000, generator=generator, dtype=dtype)
     gradients = [torch.randn(1000, generator=generator, dtype=dtype) for _ in range(3)]

@@ -46,9 +46,7 @@ class Store:
             self._files, root = url_to_fs(url)
         except ImportError as error:
             need = _PACKAGES.get(scheme)
-            how = (
-                f"the package {need}; pip install {need}" if need else f"a package ({error}); use s3://, gs:// or az://"
-            )
+            how = f"the package {need}; pip install {need}" if need else f"a package ({error}); use s3://, gs:// or az://"
             raise InputError(f"{url} needs {how}") from None
         except ValueError as error:
             raise InputError(f"{url} is no URL of a store ({error}); give one such as s3://bucket/run") from None

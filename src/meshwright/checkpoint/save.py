@@ -166,7 +166,9 @@ class _Save:
                 f"{needed - free:,} bytes there (meshwright checkpoint prune), or lower checkpoint.keep"
             )
 
-    def _write_file(self, pieces: Sequence[Piece], held: Sequence[Slice | None], finite: bool) -> list[Any]:
+    def _write_file(
+        self, pieces: Sequence[Piece], held: Sequence[Slice | None], finite: bool
+    ) -> list[Any]:
         """Write the pieces that are nowhere yet; the file's name, its entry if there is one, and all slices."""
         if not self.temporary.is_dir():
             raise SaveError(f"{self.folder} is not the same folder on all ranks; use storage that all hosts share")

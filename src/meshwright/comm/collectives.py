@@ -157,7 +157,9 @@ def _start_reduce_scatter(mine: Tensor, flat: Tensor, group: dist.ProcessGroup, 
     return Handle(group, "reduce_scatter", (work,))
 
 
-def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False) -> Handle | None:
+def all_gather(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False
+) -> Handle | None:
     """Every rank's ``input``, in rank order, into ``output`` on every rank. Any dtype.
 
     Args:
@@ -234,7 +236,9 @@ def _start_all_reduce(flat: Tensor, group: dist.ProcessGroup, op: str, ordered: 
     return Handle(group, "all_reduce", works, finish)
 
 
-def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False) -> Handle | None:
+def all_to_all(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False
+) -> Handle | None:
     """The r-th of P equal pieces of ``input`` goes to rank r; ``output`` holds what came, in rank order."""
     degree, sent, arrived = group.size(), _flat(input), _flat(output)
     if sent.numel() != arrived.numel() or sent.numel() % degree:

@@ -1,7 +1,7 @@
 """When a bucket's sum was ready to begin, began, ended, and how long it kept the training thread from computing.
 
-backward   |grad|grad|grad|        |grad|grad|           |optimizer
-bucket 0             ^ ready, start   .   .  ^ end         waits and additions in between: exposed
+    backward   |grad|grad|grad|        |grad|grad|           |optimizer
+    bucket 0             ^ ready, start   .   .  ^ end         waits and additions in between: exposed
 """
 
 from __future__ import annotations

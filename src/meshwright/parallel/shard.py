@@ -300,7 +300,9 @@ class ShardedDataParallel:
 
     def _take_over(self, group: Any, number: int, module: nn.Module, copies: Copies, deterministic: bool) -> _Reduction:
         """Put our collectives into one FSDP2 parameter group; plain sums, no averages."""
-        reduction = _Reduction(group, number, module, copies, self._flight, self.reducer, every_step=deterministic)
+        reduction = _Reduction(
+            group, number, module, copies, self._flight, self.reducer, every_step=deterministic
+        )
         group.gradient_divide_factor = 1.0
         group.force_sum_reduction_for_comms = True
         group._reduce_scatter_comm = reduction

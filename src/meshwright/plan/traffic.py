@@ -236,7 +236,9 @@ def _bucketed(job: Job, place: Place, divided: Division, backend: Backend) -> It
         yield Sent("shard", "all_gather", "publish", p * chunk, wire.all_gather(p * chunk, shards), count, text)
 
 
-def _grouped(job: Job, place: Place, divided: Division, passes: dict[int, Passes], backend: Backend) -> Iterator[Sent]:
+def _grouped(
+    job: Job, place: Place, divided: Division, passes: dict[int, Passes], backend: Backend
+) -> Iterator[Sent]:
     """ZeRO-2 and 3: groups are gathered when used and reduced after every micro-batch."""
     if compresses(job):
         yield from compressed_sums(job, place, backend)

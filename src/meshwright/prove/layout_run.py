@@ -117,5 +117,7 @@ def run_layout(pool: RankPool, request: Request, timeout: float = 300.0) -> Trac
     for rank, trace in enumerate(ranks):
         if trace.losses != ranks[0].losses or trace.norms != ranks[0].norms:
             raise ValueError(f"rank {rank} reports another loss or gradient norm than rank 0")
-    gradients = [assemble([rank.gradients[step] for rank in ranks]) for step in range(len(ranks[0].gradients))]
+    gradients = [
+        assemble([rank.gradients[step] for rank in ranks]) for step in range(len(ranks[0].gradients))
+    ]
     return Trace(ranks[0].losses, ranks[0].norms, gradients, assemble([rank.parameters for rank in ranks]))

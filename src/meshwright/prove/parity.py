@@ -102,7 +102,9 @@ def compare(
     losses = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True)]
     loss = max(math.inf if math.isnan(difference) else difference for difference in losses)
     passed = all(value <= bound for value in (parameter, gradient, loss))
-    return Parity(label, layout, ranks, dtype, optimizer, clipped, steps, parameter, gradient, loss, worst, passed)
+    return Parity(
+        label, layout, ranks, dtype, optimizer, clipped, steps, parameter, gradient, loss, worst, passed
+    )
 
 
 def assemble(parts: list[list[tuple[str, tuple[int, ...], tuple[int, ...], NDArray[Any]]]]) -> Arrays:

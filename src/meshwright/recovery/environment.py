@@ -61,7 +61,9 @@ def detect_environment(environment: Mapping[str, str] | None = None) -> RankPlac
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         return _from_slurm(environment)
     if "JOB_COMPLETION_INDEX" in environment and "WORLD_SIZE" in environment:
-        return _from_torch({**environment, "RANK": environment["JOB_COMPLETION_INDEX"]}, source="the Kubernetes Job")
+        return _from_torch(
+            {**environment, "RANK": environment["JOB_COMPLETION_INDEX"]}, source="the Kubernetes Job"
+        )
     return None
 
 

@@ -1,12 +1,12 @@
 """Where the wall time of a run went, failures included; the parts sum to the wall.
 
-useful      steps that count, on all ranks
-degraded    what steps that count lost because there were fewer ranks than planned: 1 - ranks / planned
-replayed    steps done again, and the part of a step that a failure cut off
-checkpoint  ranks standing still for a checkpoint
-detection   from a rank's last sign of life (of a dead one: the last look) until its failure was known
-restart     from then until training went on
-idle        before the first step, and after the last
+    useful      steps that count, on all ranks
+    degraded    what steps that count lost because there were fewer ranks than planned: 1 - ranks / planned
+    replayed    steps done again, and the part of a step that a failure cut off
+    checkpoint  ranks standing still for a checkpoint
+    detection   from a rank's last sign of life (of a dead one: the last look) until its failure was known
+    restart     from then until training went on
+    idle        before the first step, and after the last
 """
 
 from __future__ import annotations

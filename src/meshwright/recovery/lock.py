@@ -42,7 +42,9 @@ class RunLock:
         except OSError:
             said = os.read(file, 4096).decode(errors="replace")
             os.close(file)
-            raise InputError(f"{what}: {run_directory} is in use by {_who(said)}; wait for it, {instead}") from None
+            raise InputError(
+                f"{what}: {run_directory} is in use by {_who(said)}; wait for it, {instead}"
+            ) from None
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid()}) + "\n"
         os.ftruncate(file, 0)
         os.pwrite(file, text.encode(), 0)

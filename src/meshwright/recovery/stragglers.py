@@ -69,5 +69,7 @@ class Stragglers:
             self._reported.add(rank)
             peers = [peer for peer in self._peers_of(rank) if peer in scores]
             best = min(peers, key=lambda peer: median(self._times[peer]))
-            found.append(Straggler(rank, scores[rank], median(self._times[rank]), best, median(self._times[best])))
+            found.append(
+                Straggler(rank, scores[rank], median(self._times[rank]), best, median(self._times[best]))
+            )
         return found

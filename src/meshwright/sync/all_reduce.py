@@ -37,7 +37,9 @@ class Algorithm(Protocol):
         """
 
 
-def make_algorithm(name: str, nodes: Sequence[int] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> Algorithm:
+def make_algorithm(
+    name: str, nodes: Sequence[int] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> Algorithm:
     """The algorithm of that name.
 
     Args:

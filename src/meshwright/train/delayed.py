@@ -39,7 +39,9 @@ from meshwright.train.optimizer import SGD, AdamW
 from meshwright.train.trainer import Said, StepReport, Trainer, optimizer_of
 
 
-def make_trainer(job: Job, mesh: Mesh, device: torch.device | None = None, *, abstract: bool = False) -> Trainer:
+def make_trainer(
+    job: Job, mesh: Mesh, device: torch.device | None = None, *, abstract: bool = False
+) -> Trainer:
     """The trainer that the job's schedule takes; arguments as for ``Trainer``."""
     kind = DelayedTrainer if job.layout.delayed else Trainer
     return kind(job, mesh, device, abstract=abstract)

@@ -32,7 +32,8 @@ def listen(host: str, port: int | None, key: str = "sync.server_port") -> socket
                 "or leave it out for 127.0.0.1"
             ) from None
         raise InputError(
-            f"{key}: port {port} on {host} cannot be used ({error.strerror}); give another port, or none for a free one"
+            f"{key}: port {port} on {host} cannot be used ({error.strerror}); "
+            "give another port, or none for a free one"
         ) from None
     return listener
 

@@ -54,7 +54,9 @@ class Shapes:
             InputError: there are more servers than chunks.
         """
         sync = self.job.sync
-        chunks = place(self.sizes, sync.servers, sync.server_placement, limit=CHUNK_BYTES // self.master_dtype.itemsize)
+        chunks = place(
+            self.sizes, sync.servers, sync.server_placement, limit=CHUNK_BYTES // self.master_dtype.itemsize
+        )
         empty = [shard for shard, mine in enumerate(chunks) if not mine]
         if empty:
             count = sum(len(mine) for mine in chunks)
