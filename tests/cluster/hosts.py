@@ -115,12 +115,11 @@ class TwoHosts:
         place = self.hosts[host]
         return link_counters(place.interface, _output("ip", "netns", "exec", place.namespace, "cat", "/proc/net/dev"))
 
-    def limit(self, rate: str | None) -> None:
-        """Limit the link in each direction, in the terms of ``tc`` (``"100mbit"``); ``None``: no limit any more."""
-        how = ["replace"] if rate is not None else ["delete"]
-        form = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"] if rate is not None else []
+    def limit(self, rate: str) -> None:
+        """Limit the link in each direction, in the terms of ``tc`` (``"100mbit"``)."""
+        form = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         for place in self.hosts:
-            _output("tc", "-n", place.namespace, "qdisc", *how, "dev", place.interface, "root", *form)
+            _output("tc", "-n", place.namespace, "qdisc", "replace", "dev", place.interface, "root", *form)
 
     def set_link(self, host: int, state: Literal["up", "down"]) -> None:
         """Take the host's end of the link down, or up again; the other end sees it lose its carrier."""

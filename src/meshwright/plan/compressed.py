@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.job.job import Job
 from meshwright.job.nodes import compressed_node_size, node_degree
 from meshwright.job.sync_keys import MOMENTUM_ONLY
-from meshwright.job.validate_less_often import apart, replica_count
+from meshwright.job.validate_less_often import apart, momentum_in_compression, replica_count
 from meshwright.plan import wire
 from meshwright.plan.place import Place
 from meshwright.plan.sent import Sent
@@ -214,7 +214,8 @@ def _remembered(job: Job, each: _Sum, *, again: bool, kind: str) -> int:
     if kind == "powersgd":
         return each.size + _factors(job, each).second
     if kind == "dgc":
-        moving = job.optimizer.name == "sgd" and job.optimizer.momentum > 0 and not again
+        corrects = momentum_in_compression(job) and not again
+        moving = corrects and job.optimizer.name == "sgd" and job.optimizer.momentum > 0
         return each.size * (2 if moving else 1)
     return each.size + back + (each.size if kind in MOMENTUM_ONLY else 0)
 
@@ -235,24 +236,20 @@ def meeting(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
     if sync.strategy != "easgd":
         wired = wire.all_reduce(1, _COUNT_BYTES, ranks, backend, index=index)
         yield Sent(axis, "all_reduce", "publish", _COUNT_BYTES, wired, 1, "8 bytes: tokens of the replica")
-    if sync.compression == "dgc":
-        elements += -elements % ranks
-        chosen = kept(elements, sync.compression_sparsity)
-        payload = (_INDEX_BYTES + w) * chosen
-        text = f"dgc: {_INDEX_BYTES} + {w} bytes x {chosen:,} of {elements:,} elements"
-        yield Sent(axis, "all_gather", "publish", payload, wire.all_gather(payload, ranks), 1, text)
-        return
     if sync.compression != "none":
-        row = -(-elements // ranks)
-        small = encoded(job, row, w)
-        payload, text = ranks * small, f"{sync.compression}: {ranks} rows of {row:,} elements in {small:,} bytes"
-        yield Sent(axis, "all_to_all", "publish", payload, wire.reduce_scatter(payload, ranks), 1, text)
-        yield Sent(axis, "all_gather", "publish", small, wire.all_gather(small, ranks), 1, text)
+        outer = _outer_sum(elements, axis, ranks)
+        sums = _sparse(job, outer, w) if sync.compression == "dgc" else _two_stages(job, outer, w)
+        yield from (replace(sent, phase="publish") for sent in sums)
         return
     elements += -elements % ranks if sync.strategy == "diloco" else 0
     wired = wire.all_reduce(elements, w, ranks, backend, index=index, ordered=True)
     text = f"{w} bytes x {elements:,} elements that this rank updates"
     yield Sent(axis, "all_reduce", "publish", w * elements, wired, 1, text)
+
+
+def _outer_sum(elements: int, axis: str, ranks: int) -> _Sum:
+    """The sum of outer gradients, padded, over the replicas."""
+    return _Sum("copy", axis, elements + -elements % ranks, ranks, (), 1, 1)
 
 
 def meeting_place(job: Job, place: Place) -> tuple[str, int]:
@@ -306,6 +303,5 @@ def shared_bytes(job: Job, place: Place) -> int:
         return w * owned
     total = 2 * (owned + -owned % ranks)
     if job.sync.compression != "none":
-        padded = owned + -owned % ranks
-        total += 2 * (padded + (0 if job.sync.compression == "dgc" else padded // ranks))
+        total += 2 * _remembered(job, _outer_sum(owned, "", ranks), again=False, kind=job.sync.compression)
     return w * total

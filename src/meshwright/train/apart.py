@@ -26,7 +26,7 @@ from meshwright.sync.diloco import DiLoCo, Summing
 from meshwright.sync.easgd import Easgd
 from meshwright.sync.local import Level, LocalSgd
 from meshwright.sync.memory import Memories
-from meshwright.train.compressing import outer_method_of
+from meshwright.train.compressing import method_of
 from meshwright.train.optimizer import Optimizer
 
 ELASTICITY = 0.9
@@ -117,7 +117,7 @@ class Apart:
     def _compressed_sum(self, fragments: list[list[Tensor]]) -> Summing | None:
         if self._job.sync.compression == "none" or not self._masters:
             return None
-        summing = outer_method_of(self._job, self.memories)
+        summing = method_of(self._job, self.memories)
         for index, values in enumerate(fragments):
             count = sum(value.numel() for value in values)
             like = self._masters[0].new_empty(count + -count % self.replicas)

@@ -41,7 +41,7 @@ def codec_of(job: Job) -> Codec | None:
 
 
 def method_of(job: Job, memories: Memories) -> GroupSum:
-    """How one buffer is summed over one group."""
+    """How one buffer of gradients, or of outer ones, is summed over one group."""
     sync, seed = job.sync, job.train.seed
     codec = codec_of(job)
     if codec is not None:
@@ -66,18 +66,9 @@ def method_of(job: Job, memories: Memories) -> GroupSum:
     )
 
 
-def outer_method_of(job: Job, memories: Memories) -> GroupSum:
-    """How outer gradients are summed over the replicas: by a codec, or by their largest elements."""
-    codec = codec_of(job)
-    if codec is not None:
-        return TwoStage(codec, memories, seed=job.train.seed)
-    assert job.sync.compression == "dgc"
-    return DeepGradientCompression(memories, sparsity=job.sync.compression_sparsity)
-
-
 def correction_momentum(job: Job) -> float:
     """Momentum that the compressor applies in the optimizer's stead (deep gradient compression with SGD)."""
-    return job.optimizer.momentum if job.optimizer.name == "sgd" else 0.0
+    return job.optimizer.momentum if momentum_in_compression(job) and job.optimizer.name == "sgd" else 0.0
 
 
 def optimizer_momentum(job: Job) -> float:
