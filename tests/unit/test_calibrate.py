@@ -113,8 +113,6 @@ def test_kernels_are_timed_by_type_and_shape() -> None:
     assert set(found.gemm["float32"]) == set(GEMMS)
     assert set(found.attention_both["float32"]) == set(ATTENTIONS)
     assert all(timing.median > 0 for timing in found.gemm["float32"].values())
-    large, small = (256, 256, 1024), (256, 64, 64)
-    assert found.gemm["float32"][large].median > found.gemm["float32"][small].median
 
 
 def test_collectives_are_timed_alike_on_all_ranks(ranks: Callable[[int], RankPool]) -> None:
