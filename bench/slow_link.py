@@ -3,7 +3,8 @@
 Two hosts (network namespaces) of two ranks each, joined by a link of 100 Mbit/s each way, train the quick-start model.
 The target is the validation loss that plain all-reduce has after ``--steps`` steps. How many steps a strategy takes to
 it does not depend on any link, so that is found on this machine without one, seed by seed, in at most ``--most`` times
-as many steps; how long a step takes, and what it sends, is measured over the limited link.
+as many steps; how long a step takes, and what it sends, is measured over the limited link. Only asynchronous servers
+run over it from the first step to the last: who reaches them quickly trains on more.
 
     T1      plain all-reduce: its steps times its seconds a step       T0    the same steps without any exchange
     time    of a strategy: steps that travel whole at plain all-reduce's pace, the others at its own; a warm-up that
@@ -30,7 +31,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.slow_link_runs import EVALUATIONS, PER_HOST, RANKS, Pace, Run, Scale, Strategy, losses, pace, train
+from bench.slow_link_runs import (
+    PER_HOST,
+    RANKS,
+    Pace,
+    Run,
+    Scale,
+    Strategy,
+    losses,
+    pace,
+    train,
+    validation_every,
+)  # fmt: skip
 from tests.cluster.hosts import two_hosts, why_not
 
 
@@ -48,7 +60,7 @@ STRATEGIES = (
         "hierarchical", {"algorithm": "hierarchical", "node_size": PER_HOST}, crossing=1 / 3, same_update_as=PLAIN.name
     ),
     Strategy("server", {"strategy": "server", "servers": 2}, same_update_as=PLAIN.name),
-    Strategy("server-async", {"strategy": "server", "servers": 2, "server_mode": "asynchronous"}),
+    Strategy("server-async", {"strategy": "server", "servers": 2, "server_mode": "asynchronous"}, over_link=True),
     Strategy("bf16", {"compression": "bf16"}),
     Strategy("int8", {"compression": "int8"}),
     Strategy("fp8", {"compression": "fp8"}),
@@ -111,6 +123,8 @@ class Comparison:
         found: dict[str, Pace] = {}
         with two_hosts(rate=self.scale.rate) as hosts:
             for one in (PLAIN, *self.strategies, ALONE):
+                if one.over_link:
+                    continue
                 if one.paced_as is not None and one.paced_as in found:
                     found[one.name] = found[one.paced_as]
                     continue
@@ -135,9 +149,16 @@ class Comparison:
             if one.same_update_as is not None:
                 found[one.name] = found[one.same_update_as]
                 continue
-            measured = partial(losses, self.folder, one, scale, most, seed, target)
+            if one.over_link:
+                measured = partial(self._over_link, one, most, seed)
+            else:
+                measured = partial(losses, self.folder, one, scale, most, seed, target)
             found[one.name] = self.kept.run(f"{one.name}-{seed}", measured)
         return found
+
+    def _over_link(self, one: Strategy, steps: int, seed: int) -> Run:
+        with two_hosts(rate=self.scale.rate) as hosts:
+            return train(hosts, self.folder, one, self.scale, steps, seed, every=validation_every(self.scale.steps))
 
 
 def measure(comparison: Comparison, seeds: Sequence[int], timed: int, whole: Sequence[str]) -> dict[str, Any]:
@@ -180,7 +201,7 @@ def row(
     strategy: Strategy, run: Run, target: float, paces: Mapping[str, Pace], compute: float, scale: Scale
 ) -> dict[str, Any]:
     """One run in figures; ``compute``: seconds of a step without any exchange."""
-    mine, plain = paces[strategy.name], paces[PLAIN.name]
+    mine, plain = paces.get(strategy.name) or run.pace(), paces[PLAIN.name]
     steps = run.steps_to(target)
     seconds = sent = None
     if steps is not None:
@@ -227,7 +248,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 def _curves(found: Mapping[str, Any]) -> Iterator[str]:
     """Validation losses on the way, medians over seeds; a dash: the run had ended."""
-    every = max(1, found["steps"] // EVALUATIONS)
+    every = validation_every(found["steps"])
     marks = [round(found["steps"] * part / 5 / every) * every for part in range(1, 6)]
     yield f"{'loss after step':<15}" + "".join(f"{mark:9}" for mark in marks)
     for name, runs in found["strategies"].items():

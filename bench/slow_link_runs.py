@@ -28,6 +28,11 @@ _LONGEST = 7200.0
 """Seconds of one run over the link."""
 
 
+def validation_every(steps: int) -> int:
+    """Steps between two validations, where plain all-reduce takes ``steps``."""
+    return max(1, steps // EVALUATIONS)
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A [sync] section, as a function of the number of steps."""
@@ -43,6 +48,8 @@ class Strategy:
     """Another strategy whose steps, those apart in which gradients travel whole, cost the same."""
     ramp: bool = False
     """The steps of its warm-up cost less than whole gradients: they are measured as they are."""
+    over_link: bool = False
+    """Its losses depend on the link, because who is quick trains on more samples: it runs over it throughout."""
 
     def settings(self, steps: int, **others: int) -> list[str]:
         """Of the command line; a callable value is one of the number of steps; ``others`` replace."""
@@ -99,6 +106,10 @@ class Run:
     """That the kernel counted on both ends, from start to end."""
     ledger_bytes: float | None
     """What the ledger's recorded step says crosses; None where that is not what the kernel counts in every step."""
+
+    def pace(self) -> Pace:
+        """Its steps in the mean; bytes with those of starting and validating."""
+        return Pace(statistics.mean(self.step_seconds), self.link_bytes / len(self.step_seconds), self.ledger_bytes)
 
     def steps_to(self, target: float) -> float | None:
         """Steps until the validation loss is at the target, between two validations by a straight line."""
@@ -178,7 +189,7 @@ def _with_servers(hosts: TwoHosts, arguments: Sequence[str], out: Path) -> None:
 def losses(folder: Path, strategy: Strategy, scale: Scale, steps: int, seed: int, target: float | None) -> Run:
     """One run on this machine alone, whose losses are those over any link; it ends once the loss is at ``target``."""
     out = _write(folder)
-    arguments = _arguments(folder, out, strategy, scale, steps, seed, every=max(1, scale.steps // EVALUATIONS))
+    arguments = _arguments(folder, out, strategy, scale, steps, seed, every=validation_every(scale.steps))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "meshwright.cli.main", *arguments]
     process = subprocess.Popen(
@@ -280,7 +291,7 @@ def crossing(out: Path, strategy: Strategy) -> float | None:
     """
     if strategy.sync.get("strategy") == "server":
         summary = out / "summary.json"
-        if not summary.exists():
+        if strategy.over_link or not summary.exists():
             return None
         worker = json.loads(summary.read_text(encoding="utf-8"))["servers"]["predicted"]["worker"]
         return float(PER_HOST * (worker["push"] + worker["pull"]))

@@ -43,6 +43,15 @@ def test_a_ramp_costs_what_was_measured() -> None:
     assert figures["times_fewer_bytes"] == 1000 / (50 + 5 * 1)
 
 
+def test_what_depends_on_the_link_is_taken_from_its_own_run() -> None:
+    queue = Strategy("queue", {"strategy": "server", "server_mode": "asynchronous"}, over_link=True)
+    run = Run([1.0, 3.0, 2.0], [(3, 4.0)], [], 60, None)
+    figures = row(queue, run, 4.0, {PLAIN.name: Pace(8.0, 100.0, 98.0)}, compute=1.0, scale=SCALE)
+    assert (figures["seconds"], figures["step_seconds"]) == (6.0, 2.0)
+    assert (figures["link_bytes_per_step"], figures["link_over_ledger"]) == (20.0, None)
+    assert figures["times_fewer_bytes"] == 1000 / 60
+
+
 def test_rounds_of_either_adam_in_which_gradients_travel_whole() -> None:
     one = Strategy("one", {"compression": "one-bit-adam", "compression_warmup_steps": 60})
     rare = Strategy("rare", {"compression": "zero-one-adam"})
@@ -69,6 +78,7 @@ def test_what_crosses_between_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     worker = {"push": 7, "pull": 5}
     (tmp_path / "summary.json").write_text(json.dumps({"servers": {"predicted": {"worker": worker}}}))
     assert crossing(tmp_path, Strategy("server", {"strategy": "server"})) == 2 * 12
+    assert crossing(tmp_path, Strategy("queue", {"strategy": "server"}, over_link=True)) is None
 
 
 def test_what_crosses_in_the_mean_of_a_period(tmp_path: Path) -> None:
