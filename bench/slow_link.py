@@ -4,7 +4,8 @@ Two hosts (network namespaces) of two ranks each, joined by a link of 100 Mbit/s
 The target is the validation loss that plain all-reduce has after ``--steps`` steps. How many steps a strategy takes to
 it does not depend on any link, so that is found on this machine without one, seed by seed, in at most ``--most`` times
 as many steps; how long a step takes, and what it sends, is measured over the limited link. Only asynchronous servers
-run over it from the first step to the last: who reaches them quickly trains on more.
+run over it from the first step to the last: who reaches them quickly trains on more. A strategy with SGD has the loss
+of plain all-reduce with SGD for its target.
 
     T1      plain all-reduce: its steps times its seconds a step       T0    the same steps without any exchange
     time    of a strategy: steps that travel whole at plain all-reduce's pace, the others at its own; a warm-up that
@@ -51,6 +52,9 @@ def _fifth(steps: int) -> int:
 
 
 PLAIN = Strategy("all-reduce", {})
+_SGD = {"name": "sgd", "momentum": 0.9, "weight_decay": 0, "lr": 0.03}
+PLAIN_SGD = Strategy("all-reduce-sgd", {}, optimizer=_SGD, against="all-reduce-sgd", paced_as=PLAIN.name)
+"""What a strategy with SGD is held against."""
 ALONE = Strategy("no exchange", {"strategy": "local", "period": 1_000_000})
 BETWEEN = f"dp={RANKS} shard={PER_HOST} zero=1"
 """Gradients are summed whole inside a host; what is compressed, or rare, is the exchange between hosts."""
@@ -72,6 +76,19 @@ STRATEGIES = (
         "dgc-between",
         {"compression": "dgc", "compression_level": "slow", "compression_warmup_steps": 16},
         layout=BETWEEN,
+        ramp=True,
+    ),
+    Strategy(
+        "dgc-sgd",
+        {
+            "compression": "dgc",
+            "compression_level": "slow",
+            "compression_warmup_steps": 4,
+            "compression_sparsity": 0.993,
+        },
+        layout=BETWEEN,
+        optimizer=_SGD,
+        against=PLAIN_SGD.name,
         ramp=True,
     ),
     Strategy("one-bit-adam", {"compression": "one-bit-adam", "compression_warmup_steps": _fifth}),
@@ -118,19 +135,27 @@ class Comparison:
     kept: Kept
     folder: Path
 
+    @property
+    def baselines(self) -> list[Strategy]:
+        """Plain all-reduce, with SGD as well if a strategy is held against that."""
+        wanted = {PLAIN.name, *(one.against for one in self.strategies)}
+        return [one for one in (PLAIN, PLAIN_SGD) if one.name in wanted]
+
     def paces(self, timed: int) -> dict[str, Pace]:
         """Of all strategies, over the limited link; the last is that of no exchange."""
         found: dict[str, Pace] = {}
-        with two_hosts(rate=self.scale.rate) as hosts:
-            for one in (PLAIN, *self.strategies, ALONE):
-                if one.over_link:
-                    continue
-                if one.paced_as is not None and one.paced_as in found:
-                    found[one.name] = found[one.paced_as]
-                    continue
-                measured = partial(pace, hosts, self.folder, one, self.scale, timed)
-                found[one.name] = self.kept.pace(one.name, measured)
+        for one in (*self.baselines, *self.strategies, ALONE):
+            if one.over_link:
+                continue
+            if one.paced_as is not None and one.paced_as in found:
+                found[one.name] = found[one.paced_as]
+                continue
+            found[one.name] = self.kept.pace(one.name, partial(self._pace, one, timed))
         return found
+
+    def _pace(self, one: Strategy, timed: int) -> Pace:
+        with two_hosts(rate=self.scale.rate) as hosts:
+            return pace(hosts, self.folder, one, self.scale, timed)
 
     def whole(self, one: Strategy) -> float:
         """Seconds of a run over the limited link from its first to its last step."""
@@ -142,9 +167,10 @@ class Comparison:
     def curves(self, seed: int) -> dict[str, Run]:
         """The losses of all strategies."""
         scale, found = self.scale, {}
-        plain = partial(losses, self.folder, PLAIN, scale, scale.steps, seed, None)
-        found[PLAIN.name] = self.kept.run(f"{PLAIN.name}-{seed}", plain)
-        target, most = found[PLAIN.name].validation[-1][1], round(scale.most * scale.steps)
+        for one in self.baselines:
+            plain = partial(losses, self.folder, one, scale, scale.steps, seed, None)
+            found[one.name] = self.kept.run(f"{one.name}-{seed}", plain)
+        most = round(scale.most * scale.steps)
         for one in self.strategies:
             if one.same_update_as is not None:
                 found[one.name] = found[one.same_update_as]
@@ -152,7 +178,7 @@ class Comparison:
             if one.over_link:
                 measured = partial(self._over_link, one, most, seed)
             else:
-                measured = partial(losses, self.folder, one, scale, most, seed, target)
+                measured = partial(losses, self.folder, one, scale, most, seed, found[one.against].last)
             found[one.name] = self.kept.run(f"{one.name}-{seed}", measured)
         return found
 
@@ -166,15 +192,16 @@ def measure(comparison: Comparison, seeds: Sequence[int], timed: int, whole: Seq
     scale = comparison.scale
     paces = comparison.paces(timed)
     compute = paces[ALONE.name].seconds
-    everyone = (PLAIN, *comparison.strategies)
+    everyone = (*comparison.baselines, *comparison.strategies)
     through = {one.name: comparison.whole(one) for one in everyone if one.name in whole}
     rows: dict[str, list[dict[str, Any]]] = {one.name: [] for one in everyone}
-    targets = []
+    targets: dict[str, list[float]] = {one.name: [] for one in comparison.baselines}
     for seed in seeds:
         curves = comparison.curves(seed)
-        targets.append(curves[PLAIN.name].validation[-1][1])
+        for name, reached in targets.items():
+            reached.append(curves[name].last)
         for one in everyone:
-            rows[one.name].append(row(one, curves[one.name], targets[-1], paces, compute, scale))
+            rows[one.name].append(row(one, curves[one.name], curves[one.against].last, paces, compute, scale))
     for name, seconds in through.items():
         rows[name][0]["whole_seconds"] = seconds
     return {
@@ -235,7 +262,11 @@ def table(found: Mapping[str, Any]) -> str:
     )  # fmt: skip
     widths = [int(form.split(".")[0]) for _, _, form, _ in columns]
     heads = " ".join(title.rjust(width) for (title, *_), width in zip(columns, widths, strict=True))
-    lines = [f"no exchange: {found['compute_step_seconds']:.2f} s a step", f"{'strategy':<14} {heads}"]
+    lines = [f"no exchange: {found['compute_step_seconds']:.2f} s a step"]
+    lines += [
+        f"loss of {name}: " + ", ".join(f"{loss:.3f}" for loss in each) for name, each in found["targets"].items()
+    ]
+    lines.append(f"{'strategy':<14} {heads}")
     for name, runs in found["strategies"].items():
         cells = [f"{name:<14}"]
         for (_, key, form, scale), width in zip(columns, widths, strict=True):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ class Strategy:
     name: str
     sync: Mapping[str, Any]
     layout: str = f"dp={RANKS}"
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of [optimizer] that are not those of the comparison."""
+    against: str = "all-reduce"
+    """Whose loss is the target."""
     crossing: float = PER_HOST / (RANKS - 1)
     """What part of the wire bytes of dp crosses between the hosts; by default each rank sends all others the same."""
     same_update_as: str | None = None
@@ -106,6 +110,11 @@ class Run:
     """That the kernel counted on both ends, from start to end."""
     ledger_bytes: float | None
     """What the ledger's recorded step says crosses; None where that is not what the kernel counts in every step."""
+
+    @property
+    def last(self) -> float:
+        """The last validation loss."""
+        return self.validation[-1][1]
 
     def pace(self) -> Pace:
         """Its steps in the mean; bytes with those of starting and validating."""
@@ -239,6 +248,7 @@ def _arguments(
         "checkpoint.every": steps,
         "observe.one_device_steps": 0,
         "observe.sample_tokens": 1,
+        **{f"optimizer.{key}": value for key, value in strategy.optimizer.items()},
     }
     arguments = ["train", str(folder / "job.toml"), "--out", str(out), "--layout", strategy.layout]
     for key, value in settings.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.slow_link import ALONE, PLAIN, STRATEGIES, row
+from bench.slow_link import ALONE, PLAIN, PLAIN_SGD, STRATEGIES, Comparison, Kept, measure, row, table
 from bench.slow_link_runs import Pace, Run, Scale, Strategy, crossing, read
 from meshwright.job.job import load_job
 
@@ -98,11 +98,26 @@ def test_what_crosses_in_the_mean_of_a_period(tmp_path: Path) -> None:
     assert found["diloco-dgc"] == pytest.approx(4 * 8 * 0.03 * 9_965_824 / 2 / 5 + small, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, ALONE, *STRATEGIES], ids=lambda strategy: strategy.name)
+def test_a_strategy_with_sgd_is_held_against_all_reduce_with_sgd(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, SCALE)
+    for name, loss in {"all-reduce": 4.0, "all-reduce-sgd": 5.0, "dgc-sgd": 4.9, "int8": 4.5}.items():
+        kept.run(f"{name}-1", lambda loss=loss: Run([1.0] * 10, [(5, 6.0), (10, loss)], [], 0, None))
+        kept.pace(name, lambda: Pace(1.0, 10.0, None))
+    kept.pace(ALONE.name, lambda: Pace(0.5, 0.0, None))
+    chosen = [one for one in STRATEGIES if one.name in ("int8", "dgc-sgd")]
+    found = measure(Comparison(chosen, SCALE, kept, tmp_path), [1], 6, [])
+    assert found["targets"] == {"all-reduce": [4.0], "all-reduce-sgd": [5.0]}
+    steps = {name: runs[0]["steps"] for name, runs in found["strategies"].items()}
+    assert steps == {"all-reduce": 10, "all-reduce-sgd": 10, "int8": None, "dgc-sgd": pytest.approx(5 + 5 / 1.1)}
+    assert "loss of all-reduce-sgd: 5.000" in table(found)
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, PLAIN_SGD, ALONE, *STRATEGIES], ids=lambda strategy: strategy.name)
 def test_every_strategy_is_a_job(tmp_path: Path, strategy: Strategy) -> None:
     text = Path("examples/quickstart.toml").read_text(encoding="utf-8").replace("clip_norm = 1.0\n", "")
     path = tmp_path / "job.toml"
     path.write_text(text, encoding="utf-8")
     constant = ["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"]
+    constant += [f"optimizer.{key}={value}" for key, value in strategy.optimizer.items()]
     job = load_job(path, [*strategy.settings(300), *constant], strategy.layout).resolve()
     assert job.layout.dp == 4
