@@ -91,7 +91,11 @@ STRATEGIES = (
         against=PLAIN_SGD.name,
         ramp=True,
     ),
-    Strategy("one-bit-adam", {"compression": "one-bit-adam", "compression_warmup_steps": _fifth}),
+    Strategy(
+        "one-bit-adam",
+        {"compression": "one-bit-adam", "compression_warmup_steps": _fifth},
+        optimizer={"betas": "[0.9, 0.999]"},  # what is frozen should be the mean of many steps
+    ),
     Strategy("zero-one-adam", {"compression": "zero-one-adam"}, paced_as="one-bit-adam"),
     Strategy("local", {"strategy": "local", "period": 8}, layout=BETWEEN),
     Strategy("easgd", {"strategy": "easgd", "period": 8}, layout=BETWEEN),

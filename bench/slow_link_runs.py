@@ -254,6 +254,8 @@ def _arguments(
     for key, value in settings.items():
         arguments += ["--set", f"{key}={value}"]
     others = {} if whole is None else {"compression_warmup_steps": whole}
+    if "period" in strategy.sync:
+        others["period"] = min(strategy.sync["period"], steps)  # a shorter run meets at its end
     for setting in strategy.settings(scale.steps, **others):
         arguments += ["--set", setting]
     return arguments

@@ -11,6 +11,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.plan_sync import explain_sync
 from meshwright.errors import InputError
+from meshwright.job.sync_section import UNCHUNKED
 from meshwright.plan.place import Place
 from meshwright.plan.state import buckets, division, groups
 from meshwright.prove.sync_cases_algorithms import ALGORITHMS
@@ -23,7 +24,7 @@ LAYOUTS = ("dp=5", "dp=4 zero=1", "dp=3 tp=2 zero=2", "dp=4 shard=2 zero=3", "dp
 
 
 def job_with(algorithm: str, layout: str) -> Any:
-    sync: dict[str, Any] = {"algorithm": algorithm, "chunk_bytes": 900}
+    sync: dict[str, Any] = {"algorithm": algorithm} | ({} if algorithm in UNCHUNKED else {"chunk_bytes": 900})
     if algorithm in ("hierarchical", "leaders"):
         sync["node_size"] = 2
     return small_job(f"{layout} micro_batch=1", sync=sync, batch={"global_size": 12})

@@ -126,6 +126,10 @@ def test_days_stand_behind_the_step(plan: Any) -> None:
         ([*MODEL, "--cluster", "1x8 A100-SXM9"], "cluster: 'A100-SXM9' is not a device of the catalogue"),
         ([*MODEL, "--cluster", "1x8 A100-SXM4-80GB + 1x8 V100-SXM2-32GB"], "cluster: '1x8 A100-SXM4-80GB + 1x8"),
         ([*MODEL], "cluster: nothing says which machines to plan for; give --cluster"),
+        (
+            ["examples/quickstart.toml", "--layout", "dp=4", "--set", "sync.node_size=5"],
+            "sync.node_size: 5 is not used by sync.algorithm=auto",  # before what is missing of machines
+        ),
         ([*MODEL, *EIGHT, "--dtype", "bf16"], 'precision.dtype: "bf16" must be'),
         ([*MODEL, "--cluster", "1x8 V100-SXM2-32GB"], "cluster.device: V100"),
         ([*MODEL, *EIGHT, "--layout", "tp=3 pp=2"], "layout: tp=3 does not divide"),

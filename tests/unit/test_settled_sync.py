@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.auto import settled_sync
+from meshwright.errors import InputError
 from tests.small_jobs import small_job
 
 
@@ -54,5 +55,8 @@ def test_what_is_given_or_not_measured_stays(tmp_path: Path, host: bool, others:
     assert settled_sync(before, True).sync == before.sync
 
 
-def test_without_machines_auto_buckets_are_those_of_memory() -> None:
-    assert small_job("dp=2", sync={"bucket_bytes": "auto"}).bucket_bytes == 1 << 15
+def test_buckets_by_links_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="auto goes by measured links, which"):
+        settled_sync(small_job("dp=2", sync={"bucket_bytes": "auto"}), True)
+    with pytest.raises(InputError, match=r"cluster.machines=.*cluster.json has not"):
+        settled_sync(job(tmp_path, host=False, sync={"bucket_bytes": "auto"}), True)

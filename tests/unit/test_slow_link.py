@@ -119,5 +119,6 @@ def test_every_strategy_is_a_job(tmp_path: Path, strategy: Strategy) -> None:
     path.write_text(text, encoding="utf-8")
     constant = ["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"]
     constant += [f"optimizer.{key}={value}" for key, value in strategy.optimizer.items()]
-    job = load_job(path, [*strategy.settings(300), *constant], strategy.layout).resolve()
+    whole_run = {"period": 150} if strategy is ALONE else {}
+    job = load_job(path, [*strategy.settings(300, **whole_run), *constant], strategy.layout).resolve()
     assert job.layout.dp == 4

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from meshwright.cli.plan import search_progress
 from meshwright.cli.plan_show import seconds, short, size
+from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import Job
 from meshwright.job.validate_sync import sync_problems
@@ -56,13 +57,21 @@ def settled_sync(job: Job, quiet: bool) -> Job:
     Args:
         job: resolved.
         quiet: no line about it.
+
+    Raises:
+        InputError: buckets are to go by links of which nothing is known.
     """
     sync = job.sync
     wanted = sync.algorithm == "auto" or sync.bucket_bytes == "auto"
-    if not wanted or job.cluster.machines is None or job.layout.dp == 1 or sync.strategy != "all-reduce":
+    if not wanted or job.layout.dp == 1 or sync.strategy != "all-reduce":
         return job
-    cluster = load_cluster(job.cluster.machines)
-    if cluster.host is None:
+    cluster = None if job.cluster.machines is None else load_cluster(job.cluster.machines)
+    if cluster is None or cluster.host is None:
+        if sync.bucket_bytes == "auto":
+            raise InputError(
+                "sync.bucket_bytes: auto goes by measured links, which cluster.machines="
+                f"{job.cluster.machines or 'none'} has not; give a file of `meshwright calibrate`, or a number of bytes"
+            )
         return job
     from meshwright.plan.sync_choice import choose
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from meshwright.cli.auto import settled_layout
 from meshwright.errors import InputError
 from meshwright.job.job import load_job
 from meshwright.job.layout import Layout
 from meshwright.job.sections import PrecisionSection
+from meshwright.observe.console import table_console
 
 
 def check(
@@ -70,7 +70,7 @@ def check(
         job = job.with_layout(Layout()) if layout is None else settled_layout(job, None, None, as_json).job
     from meshwright.cli.check_proofs import run_proofs  # loads the whole program
 
-    console = Console(stderr=as_json)  # standard output is for the JSON object alone
+    console = table_console(stderr=as_json)  # standard output is for the JSON object alone
     results = run_proofs(job, layout, matrix, self_test, dtype, max_ranks, steps, console)
     passed = bool(results) and all(result.passed for result in results)
     if as_json:

@@ -18,6 +18,7 @@ from meshwright.job.cluster import load_cluster
 from meshwright.job.job import load_job
 from meshwright.job.layout import Layout
 from meshwright.ledger.render import comparison_table, spends_table, titled
+from meshwright.observe.console import table_console
 from meshwright.prove.ledgers import NO_CLUSTER, Agreement, check_ledgers, hold_together
 from meshwright.prove.pool import RankPool
 
@@ -41,7 +42,7 @@ def compare_ledgers(
             "the closed form itself, in summary.json under servers"
         )
     machine = None if cluster is None else load_cluster(cluster)
-    console = Console(stderr=as_json)  # standard output is for the JSON object alone
+    console = table_console(stderr=as_json)  # standard output is for the JSON object alone
     began = time.monotonic()
 
     def show(result: Agreement) -> None:

@@ -17,6 +17,7 @@ from meshwright.errors import InputError
 from meshwright.job.cluster import load_cluster
 from meshwright.job.job import Job, job_from_values, load_job
 from meshwright.job.layout_text import parse_layout
+from meshwright.observe.console import table_console
 from meshwright.verbs import nothing_fits
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def plan(
         rank if not (explain or explain_sync) else None,
     )  # fmt: skip
     days.question(1)  # what is no quantity is refused before the search
-    console = Console(quiet=as_json)
+    console = table_console(quiet=as_json)
     if explain_sync:
         _explain_sync(job, cluster, rank or 0, element, console, as_json)
         return

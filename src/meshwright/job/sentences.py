@@ -68,7 +68,8 @@ def _sentence(
     choices = list(_choices(node))
     if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
         hint = f" (did you mean {close[0]}?)"
-    return f"{where}: {_shown(value)} must be {legal(node)}{hint}"
+    finite = " and finite" if fault["type"] == "finite_number" else ""
+    return f"{where}: {_shown(value)} must be {legal(node)}{finite}{hint}"
 
 
 def _unknown_key(keys: list[str], schema: Mapping[str, Any]) -> str:
@@ -117,7 +118,9 @@ _UPPER = {"maximum": "at most", "exclusiveMaximum": "below"}
 def legal(node: Mapping[str, Any]) -> str:
     """The legal values of one key, in words, from its JSON schema."""
     if "anyOf" in node:
-        return " or ".join(dict.fromkeys(legal(branch) for branch in node["anyOf"] if branch.get("type") != "null"))
+        branches = [branch for branch in node["anyOf"] if branch.get("type") != "null"]
+        branches.sort(key=lambda branch: branch.get("type") == "array")  # "each ..." is of nothing that follows
+        return " or ".join(dict.fromkeys(map(legal, branches)))
     if "enum" in node:
         return _one_of(node["enum"])
     if "const" in node:

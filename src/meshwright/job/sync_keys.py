@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from meshwright.job.sections import Below1, NonNegative, Section
+from meshwright.job.sections import Below1, NonNegative, Positive, Section
 
 Compression = Literal[
     "none", "fp16", "bf16", "int8", "fp8", "sign", "qsgd", "powersgd", "dgc", "one-bit-adam", "zero-one-adam"
@@ -27,6 +27,8 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
     "momentum_masking": ("dgc",),
 }
 """Which kinds use a key; the others refuse it."""
+LEVEL_AND_WARMUP = ("compression_level", "compression_warmup_steps")
+"""Keys of every kind that compresses gradients."""
 
 
 class CompressionKeys(Section):
@@ -68,7 +70,7 @@ class LessOftenKeys(Section):
     """``local``: a divisor of ``period``."""
     elasticity: Annotated[float, Field(gt=0, le=1)] | None = None
     """``easgd``: how far a replica moves to the center at a meeting; absent: 0.9 / replicas."""
-    outer_lr: NonNegative = 0.7
+    outer_lr: Positive = 0.7
     """``diloco``: learning rate of the outer step."""
     outer_momentum: Below1 = 0.9
     """``diloco``: Nesterov momentum of the outer step."""

@@ -14,6 +14,8 @@ Algorithm = Literal[
 ]
 TWO_LEVEL_ALGORITHMS: frozenset[str] = frozenset({"hierarchical", "leaders"})
 """Algorithms that treat ranks of one node apart from the others, so they must know the nodes."""
+UNCHUNKED: frozenset[str] = frozenset({"direct", "backend"})
+"""Algorithms that do not send in chunks of ``chunk_bytes``."""
 
 
 class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
@@ -21,9 +23,10 @@ class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
 
     strategy: Literal["all-reduce", "local", "easgd", "diloco", "server"] = "all-reduce"
     """``all-reduce``: gradients are summed over all ranks in every step; ``server``: server processes own the
-    parameters and the optimizer, and the dp ranks are workers; the others: replicas meet now and then."""
+    parameters and the optimizer, and the dp ranks are workers; the others: replicas train apart and meet every
+    ``period`` steps."""
     algorithm: Algorithm = "auto"
-    """How the sum is taken; ``auto``: by size and links. The others are for slow links."""
+    """How the sum is taken; ``auto``: by size and links; ``ordered``: in the order of the ranks, to the last bit."""
     node_size: PositiveInt | None = None
     """``hierarchical``, ``leaders``, and ``compression_level = "slow"`` with ``zero=0``: consecutive ranks that share a
     node, tensor and pipeline ranks with them."""

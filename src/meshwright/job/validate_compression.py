@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.job.job import Job
 from meshwright.job.memory import local_elements, pipeline_rank_elements
-from meshwright.job.sync_keys import CASTS, KEYS_OF, MOMENTUM_ONLY, REPLICA_STRATEGIES
+from meshwright.job.sync_keys import CASTS, KEYS_OF, LEVEL_AND_WARMUP, MOMENTUM_ONLY, REPLICA_STRATEGIES
 from meshwright.job.validate_nodes import slow_level_problems
 
 LEAST_ELEMENTS = 65_536
@@ -21,7 +21,8 @@ def compression_problems(job: Job) -> Iterator[str]:
         return
     layout = job.layout
     if layout.dp == 1:
-        yield f"sync.compression: {kind} has nothing to send with dp=1; use none, or dp of at least 2"
+        others = f" (the {layout.ranks} ranks are of tp and pp)" if layout.ranks > 1 else ""
+        yield f"sync.compression: {kind} has nothing to send with dp=1{others}; use none, or dp of at least 2"
         return
     least = min(pipeline_rank_elements(job.model_spec, layout))
     if least < LEAST_ELEMENTS:
@@ -39,7 +40,7 @@ def compression_problems(job: Job) -> Iterator[str]:
             f"sync.compression: {kind} would keep residuals in units of a loss scale that changes, with "
             "precision.dtype=float16; use bfloat16 or float32, or compression=none"
         )
-    if job.sync.algorithm != "auto":
+    if job.sync.algorithm != "auto" and job.sync.strategy not in REPLICA_STRATEGIES:
         yield (
             f"sync.compression: {kind} has an exchange of its own, so sync.algorithm={job.sync.algorithm} has no sum "
             "to take; use algorithm=auto, or compression=none"
@@ -58,12 +59,10 @@ def _unused_keys(job: Job) -> Iterator[str]:
                 f"sync.{key}: {getattr(job.sync, key)} is not used by sync.compression={kind}; leave it out, or use "
                 f"compression={', '.join(kinds[:-1])}{' or ' if len(kinds) > 1 else ''}{kinds[-1]}"
             )
-    if kind == "none" and (job.sync.compression_level != "all" or job.sync.compression_warmup_steps):
-        yield (
-            f"sync.compression_level={job.sync.compression_level} and "
-            f"compression_warmup_steps={job.sync.compression_warmup_steps} need a compression, but "
-            "sync.compression=none; leave them out"
-        )
+    if kind == "none":
+        for key in LEVEL_AND_WARMUP:
+            if (value := getattr(job.sync, key)) != defaults[key].default:
+                yield f"sync.{key}: {value} needs a compression, but sync.compression=none; leave it out"
 
 
 def _of_gradients(job: Job) -> Iterator[str]:
@@ -72,23 +71,18 @@ def _of_gradients(job: Job) -> Iterator[str]:
     if job.sync.compression_level == "slow":
         yield from slow_level_problems(job)
     if kind in MOMENTUM_ONLY:
-        if optimizer.name != "adamw":
-            yield f"sync.compression: {kind} sends the momentum of Adam, but optimizer.name={optimizer.name}; use adamw"
-        if shards > 1:
-            yield (
-                f"sync.compression: {kind} needs all of the momentum on every rank, but zero={layout.zero} shards it "
-                f"over {shards} ranks; use zero=0, or compression=sign"
-            )
-        if optimizer.clip_norm is not None:
-            yield (
-                f"sync.compression: {kind} has no gradient for optimizer.clip_norm={optimizer.clip_norm:g} to limit; "
-                "leave clip_norm out, or use compression=sign"
-            )
-        if kind == "one-bit-adam" and not job.sync.compression_warmup_steps:
-            yield (
-                "sync.compression_warmup_steps: 0 leaves one-bit-adam without a variance; give at least 1 step of "
-                "whole gradients (the paper's are about a fifth of the run)"
-            )
+        yield from _of_momentum(job, shards)
+    if not job.sync.momentum_masking and kind == "dgc" and not optimizer.momentum:
+        yield (
+            f"sync.momentum_masking: false is of a momentum that {optimizer.name} leaves to itself or does not have; "
+            "leave it out, or use optimizer.name=sgd with a momentum"
+        )
+    warmup, steps = job.sync.compression_warmup_steps, job.train.steps
+    if warmup >= steps:
+        yield (
+            f"sync.compression_warmup_steps: {warmup} is not below train.steps={steps}, so {kind} would never be "
+            f"in force; use at most {steps - 1}, or compression=none"
+        )
     partial = layout.tp * layout.pp > 1 or (layout.zero >= 2 and shards > 1)
     if kind == "dgc" and optimizer.clip_norm is not None and partial:
         yield (
@@ -98,6 +92,31 @@ def _of_gradients(job: Job) -> Iterator[str]:
         )
     if kind == "powersgd":
         yield from _of_matrices(job, shards)
+
+
+def _of_momentum(job: Job, shards: int) -> Iterator[str]:
+    kind, optimizer = job.sync.compression, job.optimizer
+    if optimizer.name != "adamw":
+        yield (
+            f"sync.compression: {kind} sends the momentum of Adam, but optimizer.name={optimizer.name}; use adamw, or "
+            "compression=sign"
+        )
+        return
+    if shards > 1:
+        yield (
+            f"sync.compression: {kind} needs all of the momentum on every rank, but zero={job.layout.zero} shards it "
+            f"over {shards} ranks; use zero=0, or compression=sign"
+        )
+    if optimizer.clip_norm is not None:
+        yield (
+            f"sync.compression: {kind} has no gradient for optimizer.clip_norm={optimizer.clip_norm:g} to limit; "
+            "leave clip_norm out, or use compression=sign"
+        )
+    if kind == "one-bit-adam" and not job.sync.compression_warmup_steps:
+        yield (
+            "sync.compression_warmup_steps: 0 leaves one-bit-adam without a variance; give at least 1 step of "
+            "whole gradients (the paper's are about a fifth of the run)"
+        )
 
 
 def _of_matrices(job: Job, shards: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from meshwright.job.job import Job
 from meshwright.job.layout import Layout
 from meshwright.job.sentences import either
-from meshwright.job.sync_keys import CASTS, REPLICA_STRATEGIES, STRATEGY_KEYS
+from meshwright.job.sync_keys import CASTS, LEVEL_AND_WARMUP, REPLICA_STRATEGIES, STRATEGY_KEYS
 
 _OUTER_COMPRESSION = ("none", "fp16", "bf16", "int8", "fp8", "sign", "dgc")
 
@@ -44,8 +44,9 @@ def less_often_problems(job: Job) -> Iterator[str]:
         return  # said of the layout
     if replica_count(layout) < 2:
         yield (
-            f"sync.strategy: {sync.strategy} needs at least 2 replicas, but layout {layout} is one; use dp of at least "
-            "2, and with zero of at least 1 a shard below dp"
+            f"sync.strategy: {sync.strategy} needs at least 2 replicas, but dp={layout.dp} with zero={layout.zero} "
+            f"and shard={layout.shard or 'none'} is one; use dp of at least 2, and with zero of at least 1 a "
+            "shard below dp"
         )
         return
     if job.train.deterministic:
@@ -57,6 +58,11 @@ def less_often_problems(job: Job) -> Iterator[str]:
         yield (
             f"sync.strategy: {sync.strategy} meets by sums in rank order, so sync.algorithm={sync.algorithm} is not "
             "used; use algorithm=auto"
+        )
+    if sync.period > job.train.steps:
+        yield (
+            f"sync.period: {sync.period} is above train.steps={job.train.steps}, so replicas would not meet before the "
+            f"end; use at most {job.train.steps}"
         )
     yield from _local_problems(job)
     yield from _outer_problems(job)
@@ -85,6 +91,13 @@ def _local_problems(job: Job) -> Iterator[str]:
     sync, count = job.sync, replica_count(job.layout)
     if sync.strategy != "local":
         return
+    if sync.synchronous_steps >= job.train.steps:
+        yield (
+            f"sync.synchronous_steps: {sync.synchronous_steps} is not below train.steps={job.train.steps}, so replicas "
+            f"would never train apart; use at most {job.train.steps - 1}, or strategy=all-reduce"
+        )
+    if sync.average == "state" and job.optimizer.name == "sgd" and not job.optimizer.momentum:
+        yield "sync.average: state is of moments, which sgd without momentum does not have; use parameters"
     if (sync.group_size is None) != (sync.group_period is None):
         missing = "group_period" if sync.group_period is None else "group_size"
         yield f"sync.{missing} is missing: group_size and group_period go together; give both, or neither"
@@ -94,9 +107,10 @@ def _local_problems(job: Job) -> Iterator[str]:
             use = f"use {either(legal)}" if legal else "leave it out"
             yield f"sync.group_size: {sync.group_size} does not cut {count} replicas into groups of several; {use}"
         if sync.period % sync.group_period or sync.group_period == sync.period:
+            legal = [period for period in range(1, sync.period) if sync.period % period == 0]
             yield (
                 f"sync.group_period: {sync.group_period} is no part of sync.period={sync.period}; "
-                "use a divisor below it"
+                + (f"use {either(legal)}" if legal else "use a period of at least 2, or leave both out")
             )
 
 
@@ -122,8 +136,9 @@ def _outer_problems(job: Job) -> Iterator[str]:
         )
     if not sync.momentum_masking:
         yield "sync.momentum_masking: outer gradients (strategy=diloco) have no momentum while they wait; leave it out"
-    if sync.compression_level != "all" or sync.compression_warmup_steps:
-        yield "sync.compression_level and compression_warmup_steps are not used by strategy=diloco; leave them out"
+    for key in LEVEL_AND_WARMUP:
+        if kind != "none" and (value := getattr(sync, key)) != type(sync).model_fields[key].default:
+            yield f"sync.{key}: {value} is not used by strategy=diloco, whose meetings are rare; leave it out"
     if sync.period % sync.fragments:
         yield f"sync.fragments: {sync.fragments} does not divide sync.period={sync.period}; use a divisor of it"
     elif sync.overlap >= sync.period // sync.fragments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.job.job import Job
-from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS
+from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS, UNCHUNKED, SyncSection
 from meshwright.job.validate_compression import compression_problems
 from meshwright.job.validate_less_often import less_often_problems
 from meshwright.job.validate_server import server_problems
@@ -17,6 +17,24 @@ def sync_problems(job: Job) -> Iterator[str]:
     yield from compression_problems(job)
     yield from less_often_problems(job)
     yield from server_problems(job)
+
+
+def _size_problems(sync: SyncSection) -> Iterator[str]:
+    summed = sync.strategy == "all-reduce"
+    if sync.chunk_bytes != SyncSection.model_fields["chunk_bytes"].default:
+        what = f"strategy={sync.strategy}" if not summed else f"compression={sync.compression}"
+        if summed and sync.compression == "none":
+            what = f"algorithm={sync.algorithm}" if sync.algorithm in UNCHUNKED else ""
+        if what:
+            yield (
+                f"sync.chunk_bytes: {sync.chunk_bytes} is not used by sync.{what}; leave it out, or sum whole "
+                "gradients by algorithm=ring, tree, halving-doubling, hierarchical, leaders or ordered"
+            )
+    if sync.bucket_bytes is not None and sync.strategy == "server":
+        yield (
+            f"sync.bucket_bytes: {sync.bucket_bytes} is not used by sync.strategy=server, which sums no buckets; leave "
+            "it out"
+        )
 
 
 def _algorithm_problems(job: Job) -> Iterator[str]:
@@ -34,6 +52,7 @@ def _algorithm_problems(job: Job) -> Iterator[str]:
             f"sync.node_size: {sync.node_size} is not used by sync.algorithm={sync.algorithm}; leave it out, or use "
             f"algorithm={' or '.join(sorted(TWO_LEVEL_ALGORITHMS))}, or compression_level=slow with a compression"
         )
+    yield from _size_problems(sync)
     if job.train.deterministic and sync.algorithm != "auto":
         yield (
             f"sync.algorithm: {sync.algorithm} would replace the one order of sums that train.deterministic=true keeps "

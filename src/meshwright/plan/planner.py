@@ -92,9 +92,9 @@ def plan_layout(job: Job, cluster: ClusterSpec | str | None = None) -> Plan:
     Raises:
         InputError: as ``plan``, or the layout is one that only ``predict`` knows.
     """
-    machines = cluster_of(job, cluster, job.layout.ranks)
     check_plannable(job)
-    resolved = without_budget(job).resolve(purpose="plan")
+    resolved = without_budget(job).resolve(purpose="plan")  # what is wrong with the job comes before its machines
+    machines = cluster_of(job, cluster, job.layout.ranks)
     work = Work.of(resolved)
     began = time.monotonic()
     entry = evaluated(resolved, machines)

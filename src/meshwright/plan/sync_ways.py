@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from meshwright.job.job import Job
 from meshwright.job.server_keys import ServerKeys
 from meshwright.job.sync_keys import KEYS_OF, REPLICA_STRATEGIES, STRATEGY_KEYS, Compression
-from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS, SyncSection
+from meshwright.job.sync_section import TWO_LEVEL_ALGORITHMS, UNCHUNKED, SyncSection
 
 _WARMUP_PART = 5
 """1-bit Adam needs whole gradients first; the paper's are about a fifth of the run."""
@@ -60,16 +60,17 @@ def _own(sync: SyncSection) -> str:
 
 def _section(job: Job, values: Mapping[str, Any], keys: tuple[str, ...] = ()) -> SyncSection:
     given = job.sync.model_fields_set
-    kept = {key: getattr(job.sync, key) for key in (*keys, "bucket_bytes", "chunk_bytes") if key in given}
+    kept = {key: getattr(job.sync, key) for key in (*keys, "bucket_bytes") if key in given}
     return SyncSection.model_validate({**kept, **values})
 
 
 def _all_reduces(job: Job, node_size: int, algorithms: Mapping[str, str]) -> Iterator[Way]:
     for name, algorithm in algorithms.items():
         values: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
+        keys = () if algorithm in UNCHUNKED else ("chunk_bytes",)
         if algorithm in TWO_LEVEL_ALGORITHMS:
             values["node_size"] = node_size
-        yield Way(name, _section(job, values))
+        yield Way(name, _section(job, values, keys))
 
 
 def _compressions(job: Job, node_size: int) -> Iterator[Way]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.job.layout_text import parse_layout
+from meshwright.job.sync_section import UNCHUNKED
 from meshwright.prove.matrix import Case
 
 ALGORITHMS = ("direct", "backend", "ring", "tree", "halving-doubling", "hierarchical", "leaders", "ordered")
@@ -25,7 +26,9 @@ def algorithm_cases() -> Iterator[tuple[Case, dict[str, Any]]]:
                 degrees = mesh.replace("dp=2", "dp=4")
             for algorithm in ALGORITHMS:
                 layout = parse_layout(f"{degrees} {kind} micro_batch=1")
-                values: dict[str, Any] = {"algorithm": algorithm, "chunk_bytes": 1 << 14}
+                values: dict[str, Any] = {"algorithm": algorithm}
+                if algorithm not in UNCHUNKED:
+                    values["chunk_bytes"] = 1 << 14
                 if algorithm in ("hierarchical", "leaders"):
                     values["node_size"] = max(2, layout.ranks // 2)
                 yield Case(f"{algorithm}, {degrees} {kind}", layout), values

@@ -78,7 +78,7 @@ class TrainingLoop:
         self.background = BackgroundSaver(self.saver) if job.checkpoint.mode == "async" else None
         self.cadence = Cadence(job.checkpoint, self.saver.world)
         self._unsaved: SaveError | None = None
-        self.start = self.trainer.step_number
+        self.start, self._resumed = self.trainer.step_number, resume
         self.recorder = LedgerRecorder(self.trainer, run_dir, first_step=self._ledger_step())
         self._open_records(resume or restart)
         self._best_rates: list[float] = []
@@ -102,6 +102,8 @@ class TrainingLoop:
         self._install_signals()
         began = time.monotonic()
         with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
+            if self._resumed:
+                self.progress.say(f"going on after step {self.start} under layout {self.job.layout}")
             outcome, report = self._steps()
         with phase("checkpoint"):
             self._take_written(wait=True)

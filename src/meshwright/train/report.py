@@ -14,6 +14,7 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.ledger.ledger import Ledger
 from meshwright.ledger.render import ledger_tables
+from meshwright.observe.console import table_console
 from meshwright.recovery.threads import threads, threads_per_rank
 
 
@@ -22,7 +23,7 @@ def finish_report(job: Job, run_dir: Path, *, quiet: bool) -> dict[str, Any]:
 
     Returns the summary.
     """
-    console = Console(quiet=quiet)
+    console = table_console(quiet=quiet)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     if job.observe.one_device_steps:
         console.print(f"measuring {job.observe.one_device_steps + 1} steps on one device alone ...")
