@@ -47,6 +47,7 @@ def test_replicas_that_still_sum_their_gradients_are_clipped_by_one_number(ranks
         layout,
         optimizer={"clip_norm": 0.1},  # of gradients over 1, from unequal numbers of valid tokens
         sync={"strategy": "local", "period": 4, "synchronous_steps": 100},
+        train={"steps": 101},
     )
     found = run_layout(ranks(4), request(job, 8, gradients=False))  # raises where two replicas differ by a bit
     assert parameter_difference(found.parameters, one_device(job, 8).parameters, 0.05)[0] < 1e-10

@@ -14,6 +14,13 @@ from meshwright.prove.layout_run import Request, run_layout
 from meshwright.prove.matrix import Case
 from meshwright.prove.parity import PARAMETER_BOUNDS, Parity, compare
 
+_LONG = 10_000
+"""Steps of the run of which a proof is the beginning: more than any period or number of first steps."""
+
+
+def _of_steps(job: Job, steps: int) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
+
 
 @dataclass(frozen=True)
 class SyncProof:
@@ -49,11 +56,11 @@ class SyncProof:
             update={
                 "layout": layout,
                 "sync": type(job.sync).model_validate(dict(self.sync if sync is None else sync)),
-                "train": request.job.train.model_copy(update={"steps": steps}),  # replicas meet at the end
                 "optimizer": request.job.optimizer.model_copy(update=dict(self.settings)),
             }
         )
-        check_job(changed)
+        check_job(_of_steps(changed, _LONG))
+        changed = _of_steps(changed, steps)  # replicas meet at the end
         return Request(changed, request.steps, request.samples, request.gradient_steps if self.gradients else 0)
 
     def prove(self, prover: Prover, job: Job, dtype: str, steps: int) -> Iterator[Parity]:
