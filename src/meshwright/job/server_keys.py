@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from meshwright.job.sections import Positive, Section
+from meshwright.job.sections import Section
+
+MOST_SERVER_PROCESSES = 64
+"""Of a run: each is a process of this machine, with a copy of the program."""
 
 
 class ServerKeys(Section):
@@ -14,8 +17,9 @@ class ServerKeys(Section):
 
     servers: PositiveInt = 1
     """``server``: shards of the parameters, each owned by a server process (or several, ``server_replicas``)."""
-    server_replicas: PositiveInt = 1
-    """``server``: processes that hold the same shard, as a chain; training outlives all but one of each."""
+    server_replicas: Annotated[int, Field(ge=1, le=8)] = 1
+    """``server``: processes that hold the same shard, as a chain; training outlives all but one of each. At most 64
+    processes in all (servers x server_replicas)."""
     server_mode: Literal["synchronous", "asynchronous", "stale-synchronous"] = "synchronous"
     """``server``: an update when all workers have pushed; at every push; or all have, but workers may run ahead."""
     staleness_bound: NonNegativeInt | None = None
@@ -30,7 +34,7 @@ class ServerKeys(Section):
     """``server``: the address that the coordinator and the servers listen on; loopback unless told."""
     server_port: PositiveInt | None = None
     """``server``: the coordinator's port; absent: a free one."""
-    server_timeout: Positive = 10.0
+    server_timeout: Annotated[float, Field(ge=0.5, le=86400, allow_inf_nan=False)] = 10.0
     """``server``: seconds without a sign of life after which a worker's samples go to others, and a replica is out."""
     server_restarts: NonNegativeInt = 3
     """``server``: how many processes that died are started again, over the whole run."""

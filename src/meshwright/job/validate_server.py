@@ -2,29 +2,72 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Iterator
 
+from meshwright.job.fault_section import FaultSection
 from meshwright.job.job import Job
+from meshwright.job.recovery_section import RecoverySection
+from meshwright.job.server_keys import ServerKeys
 
-_KEYS = (
-    "servers", "server_replicas", "server_mode", "staleness_bound", "backup_workers", "stale_rate", "server_placement",
-    "server_host", "server_port", "server_timeout", "server_restarts", "workers_elsewhere",
-)  # fmt: skip
+_UNREAD = {
+    "recovery": (
+        tuple(RecoverySection.model_fields),
+        "sync.server_restarts, sync.server_timeout and sync.server_replicas say what happens when a process fails",
+    ),
+    "fault": (
+        tuple(FaultSection.model_fields),
+        "end or stop a server or a worker by a signal to its process, which events.jsonl names",
+    ),
+    "checkpoint": (
+        ("incremental", "copy_to", "failure"),
+        "their checkpoints are written whole, to the run directory alone, and one that cannot be ends the run",
+    ),
+    "observe": (
+        ("tensorboard", "ledger_step"),
+        "metrics.jsonl has their steps, and summary.json their bytes",
+    ),
+}
+"""By section: keys that no server, worker or coordinator reads, and what is there instead."""
 
 
 def server_problems(job: Job) -> Iterator[str]:
     """Everything that does not fit a parameter server, or is set without one."""
     if job.sync.strategy != "server":
-        for key in _KEYS:
-            if getattr(job.sync, key) != type(job.sync).model_fields[key].default:
+        for key, field in ServerKeys.model_fields.items():
+            value = getattr(job.sync, key)
+            if value != field.default:
+                shown = '""' if value == "" else value
                 yield (
-                    f"sync.{key}: {getattr(job.sync, key)} is used by sync.strategy=server alone, but strategy is "
+                    f"sync.{key}: {shown} is used by sync.strategy=server alone, but strategy is "
                     f"{job.sync.strategy}; leave it out, or use strategy=server"
                 )
         return
     yield from _layout_problems(job)
     yield from _mode_problems(job)
     yield from _other_problems(job)
+
+
+def unread_by_servers(job: Job) -> Iterator[str]:
+    """One sentence for each key outside of [sync] that training with servers would ignore."""
+    if job.sync.strategy != "server":
+        return
+    for section, (keys, instead) in _UNREAD.items():
+        values = getattr(job, section)
+        for key in keys:
+            value = getattr(values, key)
+            if value != type(values).model_fields[key].default:
+                yield f"{section}.{key}: {_shown(value)} is not used by sync.strategy=server; leave it out ({instead})"
+    if job.layout.placement is not None:
+        places = ",".join(map(str, job.layout.placement))
+        yield f"layout: placement={places} is of ranks, which sync.strategy=server has not; leave it out"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(f'"{each}"' for each in value) if isinstance(value, tuple) else str(value)
 
 
 def _layout_problems(job: Job) -> Iterator[str]:
@@ -95,10 +138,15 @@ def _other_problems(job: Job) -> Iterator[str]:
             f"sync.workers_elsewhere: {sync.workers_elsewhere} leaves none of the {job.layout.dp} workers (dp) to this "
             f"machine; use 0 to {job.layout.dp - 1}, or a larger dp"
         )
-    if sync.server_host in ("0.0.0.0", "::", ""):
+    if not _names_one_interface(sync.server_host):
         yield (
             f'sync.server_host: "{sync.server_host}" is no address that workers can reach; give that of one interface, '
             "or leave it out for 127.0.0.1"
+        )
+    if sync.server_placement != "size" and sync.servers == 1:
+        yield (
+            f"sync.server_placement: {sync.server_placement} says which of several servers owns what, but there is 1; "
+            "leave it out, or use servers of at least 2"
         )
     if sync.server_port is not None and sync.server_port > 65535:
         yield f"sync.server_port: {sync.server_port} is no port; use 1 to 65535, or leave it out for a free one"
@@ -109,3 +157,18 @@ def _other_problems(job: Job) -> Iterator[str]:
             f"checkpoint.interval: {job.checkpoint.interval} is not available with sync.strategy=server; "
             "use every, in steps"
         )
+
+
+def _names_one_interface(host: str) -> bool:
+    """Whether sockets may take it for the address of one machine: not all of them, a group, or everybody."""
+    if not host.strip() or host == "<broadcast>":
+        return False
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    try:
+        address = ipaddress.IPv4Address(socket.inet_aton(host))  # as listening reads it: "0" is 0.0.0.0
+    except OSError:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return True  # a name
+    return not (address.is_unspecified or address.is_multicast or address.is_reserved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.job.job import Job
+from meshwright.job.validate_server import unread_by_servers
 
 
 def unused_problems(job: Job) -> Iterator[str]:
@@ -32,3 +33,4 @@ def unused_problems(job: Job) -> Iterator[str]:
             f"checkpoint.mtbf_hours: {checkpoint.mtbf_hours} is used by checkpoint.interval=auto alone; leave it out, "
             "or use interval=auto"
         )
+    yield from unread_by_servers(job)

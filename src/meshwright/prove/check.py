@@ -11,7 +11,7 @@ from meshwright.job.batch_section import BatchSection
 from meshwright.job.fault_section import FaultSection
 from meshwright.job.job import Job
 from meshwright.job.recovery_section import RecoverySection
-from meshwright.job.sections import CheckpointSection, ModelSection, OptimizerSection, PrecisionSection
+from meshwright.job.sections import CheckpointSection, ModelSection, ObserveSection, OptimizerSection, PrecisionSection
 from meshwright.job.validate import check_job
 from meshwright.prove.layout_run import Request, batch_source, run_layout
 from meshwright.prove.matrix import PROOF_SEQUENCE, Case, layout_cases, proof_spec, self_test_cases
@@ -79,8 +79,9 @@ def proof_job(job: Job, case: Case, dtype: str, optimizer: OptimizerName) -> Job
             "sync": type(job.sync)(),
             "cluster": job.cluster.model_copy(update={"ranks": case.layout.ranks, "device": "cpu"}),
             "train": job.train.model_copy(update={"nonfinite": "skip", "compile": False, "deterministic": False}),
-            # A proof saves nothing, and nothing befalls it.
+            # A proof saves and records nothing, and nothing befalls it.
             "checkpoint": CheckpointSection(),
+            "observe": ObserveSection(),
             "recovery": RecoverySection(),
             "fault": FaultSection(),
         }

@@ -10,10 +10,12 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.job.job import Job
+from meshwright.job.sentences import either
+from meshwright.job.server_keys import MOST_SERVER_PROCESSES
 from meshwright.model.segments import Segment
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.buckets import accumulation_dtype
-from meshwright.sync.server.placement import CHUNK_BYTES, Chunk, place
+from meshwright.sync.server.placement import CHUNK_BYTES, Chunk, cut, filled_by_hashing, place
 from meshwright.train.build import COMPUTE_DTYPES
 
 
@@ -51,20 +53,32 @@ class Shapes:
         """The chunks of each server.
 
         Raises:
-            InputError: there are more servers than chunks.
+            InputError: there are more servers than chunks, or than processes may be, or hashing leaves one empty.
         """
-        sync = self.job.sync
-        chunks = place(
-            self.sizes, sync.servers, sync.server_placement, limit=CHUNK_BYTES // self.master_dtype.itemsize
-        )
-        empty = [shard for shard, mine in enumerate(chunks) if not mine]
+        sync, limit = self.job.sync, CHUNK_BYTES // self.master_dtype.itemsize
+        chunks = cut(self.sizes, limit)
+        count = len(chunks)
+        if sync.servers > count:  # known before anything is placed, whatever the number
+            raise InputError(
+                f"sync.servers: {sync.servers} leaves server {count} without parameters (there are {count} chunks); "
+                f"use 1 to {count}"
+            )
+        processes, most = sync.servers * sync.server_replicas, MOST_SERVER_PROCESSES // sync.server_replicas
+        if processes > MOST_SERVER_PROCESSES:
+            raise InputError(
+                f"sync.servers: {sync.servers} x server_replicas={sync.server_replicas} would start {processes} "
+                f"processes on this machine, which are too many; use 1 to {min(most, count)}"
+            )
+        placed = place(self.sizes, sync.servers, sync.server_placement, limit=limit)
+        empty = [shard for shard, mine in enumerate(placed) if not mine]
         if empty:
-            count = sum(len(mine) for mine in chunks)
+            legal = [number for number in filled_by_hashing(chunks, min(most, count)) if number > 1]
+            words = f"{either(legal)}, or server_placement=size" if legal else "server_placement=size"
             raise InputError(
                 f"sync.servers: {sync.servers} leaves server {empty[0]} without parameters (there are {count} chunks, "
-                f"placed by {sync.server_placement}); use fewer"
+                f"placed by {sync.server_placement}); use {words}"
             )
-        return chunks
+        return placed
 
 
 def fingerprint(job: Job) -> str:
