@@ -228,6 +228,23 @@ def test_a_stranger_worker_is_refused_and_the_run_is_as_if_it_had_not_come(
     assert_same_bits(out, alone)
 
 
+@pytest.mark.all
+def test_a_second_process_under_a_worker_s_name_is_refused_and_the_first_goes_on(
+    begin: Callable[..., subprocess.Popen[str]], job: Path
+) -> None:
+    out = job.parent / "namesake"
+    process = begin("train", job, "--out", out, *SERVERS, "--set", "train.steps=20000")
+    wait_for_step(out, 2, process)
+    name = next(each["worker"] for each in lines(out / "events.jsonl") if each["event"] == "worker-joined")
+    words = (out, "--worker", 0, "--name", name)
+    said = finish(start(*words, prefix=("-m", "meshwright.train.servers.process")), 2).splitlines()
+    assert len(said) == 1 and f"{name}: another process of this run has this name" in said[0]
+    wait_for_step(out, max(record["step"] for record in lines(out / "metrics.jsonl")) + 2, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 1)
+    assert not {"process-ended", "worker-lost"} & set(kinds(out)) and kinds(out).count("refused") == 1
+
+
 def test_workers_that_are_started_elsewhere_share_the_work(
     begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
 ) -> None:
@@ -237,7 +254,7 @@ def test_workers_that_are_started_elsewhere_share_the_work(
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     other = start(out, "--worker", 1, "--name", "other", prefix=("-m", "meshwright.train.servers.process"))
-    finish(process)
+    assert "only processes of this machine reach 127.0.0.1; for others, set sync.server_host to" in finish(process)
     finish(other)
     assert sum(each["event"] == "process-started" and each["process"].startswith("worker")
                for each in lines(out / "events.jsonl")) == 1  # fmt: skip

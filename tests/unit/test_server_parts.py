@@ -19,17 +19,18 @@ from typer.testing import CliRunner
 
 from meshwright.cli.main import app
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.sync.server import protocol
+from meshwright.sync.server import protocol, sockets
 from meshwright.sync.server.client import Worker
 from meshwright.sync.server.coordinator import Coordinator
 from meshwright.sync.server.cursor import Cursor
 from meshwright.sync.server.ledger import differences, predict
+from meshwright.sync.server.membership import Workers
 from meshwright.sync.server.node import Node, PassiveNode
-from meshwright.sync.server.placement import cut, place
+from meshwright.sync.server.placement import cut, filled_by_hashing, place
 from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run, decode, encode
 from meshwright.sync.server.rehearsal import Notes
 from meshwright.sync.server.replica import COORDINATOR, Replica
-from meshwright.sync.server.sockets import dial, listen, send
+from meshwright.sync.server.sockets import dial, listen, receive, send
 from meshwright.sync.server.worker_link import WorkerLink
 from tests.command_line import settings, write_job
 from tests.small_jobs import small_job
@@ -72,8 +73,12 @@ def test_noise_is_refused_in_a_sentence(noise: bytes) -> None:
 @pytest.mark.parametrize(
     ("header", "tensor_bytes", "rule"),
     [
-        (b"{}", 0, "malformed"),
-        (b"[1]", 0, "malformed"),
+        (b"{}", 0, "malformed: it has no kind, fields and tensors"),
+        (b"[1]", 0, "malformed: it is no object"),
+        (b"[" * 4000, 0, "malformed: it is no JSON, or nested too deep"),
+        (b"{", 0, "malformed: it is no JSON"),
+        (b"\xff\xff", 0, "malformed: it is no JSON"),
+        (json.dumps({"kind": "a", "fields": {}, "tensors": [[[], 1]]}).encode(), 0, "malformed: a tensor is no type"),
         (json.dumps({"kind": "a", "fields": {}, "tensors": [["F16", 1]]}).encode(), 2, "malformed"),
         (json.dumps({"kind": "a", "fields": {}, "tensors": [["F32", -1]]}).encode(), 0, "malformed"),
         (json.dumps({"kind": "a", "fields": {}, "tensors": [["F32", True]]}).encode(), 4, "malformed"),
@@ -82,8 +87,9 @@ def test_noise_is_refused_in_a_sentence(noise: bytes) -> None:
 )  # fmt: skip
 def test_a_wrong_header_is_refused(header: bytes, tensor_bytes: int, rule: str) -> None:
     prefix = protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, len(header), tensor_bytes)
-    with pytest.raises(ProtocolError, match=rule):
+    with pytest.raises(ProtocolError, match=rule) as refused:
         through(prefix + header + b"\0" * tensor_bytes)
+    assert "Error" not in str(refused.value)
 
 
 def test_a_stranger_can_make_us_hold_nothing() -> None:
@@ -145,8 +151,64 @@ def test_another_version_is_told_so_on_both_sides(node: Node, monkeypatch: pytes
         prefix = protocol.PREFIX.pack(protocol.MAGIC, 7, 2, 0)
         connection.sendall(prefix + b"{}")
         until(lambda: node.said)  # type: ignore[attr-defined]
-    assert "speaks version 7" in node.said[0] and "this side version 1" in node.said[0]  # type: ignore[attr-defined]
+    said = node.said[0]  # type: ignore[attr-defined]
+    assert "speaks version 7" in said and f"this side version {protocol.VERSION}" in said
     assert node.machine.seen == []  # type: ignore[attr-defined]
+
+
+DEEP = b"[" * 900 + b"]" * 900
+
+
+@pytest.mark.parametrize(
+    ("header", "rule"),
+    [
+        (b"[" * 4000, "a header is malformed: it is no JSON, or nested too deep"),
+        (b'{"kind": "hello", "fields": {"name": %s}, "tensors": []}' % DEEP, "a hello with a name"),
+        (b'{"kind": "hello", "fields": {"name": "a\\nb", "token": "secret"}, "tensors": []}', "a hello with a name"),
+        (b'{"kind": "hello", "fields": {"name": "a", "token": "\\ud800"}, "tensors": []}', "a: its token is not this"),
+        (b'{"kind": "hello", "fields": {"name": "a", "token": "secret", "job": []}, "tensors": []}', "without a f"),
+    ],
+)  # fmt: skip
+def test_a_stranger_s_nonsense_is_reported_in_a_sentence(node: Node, header: bytes, rule: str) -> None:
+    with socket.create_connection(node.address) as connection:
+        connection.sendall(protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, len(header), 0) + header)
+        until(lambda: node.said)  # type: ignore[attr-defined]
+        assert rule in receive(connection)["why"]
+    assert rule in node.said[0] and len(node.said) == 1  # type: ignore[attr-defined]
+
+
+def test_one_that_says_too_little_is_reported_and_a_flood_is_counted(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.2)
+    said: list[str] = node.said  # type: ignore[attr-defined]
+    with socket.create_connection(node.address) as connection:
+        connection.sendall(protocol.MAGIC)
+        until(lambda: said)
+    assert said == ["refused a connection: it did not introduce itself within 10 s"]
+    for number in range(2, 41):
+        socket.create_connection(node.address).close()
+        until(lambda number=number: node._refusals == number)  # type: ignore[misc]
+    assert said[1:20] == ["refused a connection: it ended before it had introduced itself"] * 19
+    assert said[20:] == ["refused a connection (32 by now): it ended before it had introduced itself"]
+
+
+def test_a_name_in_use_is_refused_and_its_owner_is_left_alone_and_may_connect_again(node: Node) -> None:
+    one = dial(node.address, RUN, "worker-0.5")
+    for name in ("worker-0.5", "worker-0.5/beat", COORDINATOR):
+        with pytest.raises(Refused, match=rf"{name.removesuffix('/beat')}: another process of this run has this name"):
+            dial(node.address, RUN, name, instance="another process")
+    send(one, Message("beat"))
+    assert receive(one).kind == "beat"
+    again = dial(node.address, RUN, "worker-0.5")
+    with pytest.raises(EOFError):
+        receive(one)
+    send(again, Message("next"))
+    assert receive(again).kind == "next" and node.machine.gone == []  # type: ignore[attr-defined]
+    again.close()
+    until(lambda: not node.knows("worker-0.5"))
+    dial(node.address, RUN, "worker-0.5", instance="another process").close()
+    one.close()
 
 
 def test_a_port_in_use_is_one_sentence(node: Node) -> None:
@@ -232,6 +294,21 @@ def test_a_further_server_takes_its_share_by_hashing_and_moves_nothing_else() ->
     assert max(loads.values()) / (len(sizes) / 5) < 1.35
 
 
+def test_numbers_of_servers_that_hashing_fills() -> None:
+    chunks = cut({f"layer{index}": 1000 for index in range(40)}, 10_000)
+    sizes = {chunk.parameter: chunk.count for chunk in chunks}
+    filled = [shards for shards in range(1, 25) if all(place(sizes, shards, "hash", limit=10_000))]
+    assert filled_by_hashing(chunks, 24) == filled and 1 < len(filled) < 24
+
+
+def test_a_worker_under_the_name_of_one_that_has_gone_counts_on() -> None:
+    workers = Workers()
+    workers.join("guest", 2).sequence = 7
+    assert workers.join("guest", 2).sequence == 7
+    workers.leave("guest")
+    assert workers.join("guest", 0).sequence == 7, "servers hold pushes up to there for settled"
+
+
 def test_returned_ranges_come_first_and_none_twice() -> None:
     cursor = Cursor(100, 10)
     assert [cursor.take() for _ in range(3)] == [100, 110, 120]
@@ -272,7 +349,27 @@ SERVER = {"strategy": "server"}
         ("dp=2", {**SERVER, "algorithm": "ring"}, {}, "ring is of strategy=all-reduce"),
         ("dp=2", {**SERVER, "compression": "int8"}, {}, "with strategy=server gradients travel whole"),
         ("dp=2", {**SERVER, "server_host": "0.0.0.0"}, {}, "is no address that workers can reach"),
+        *(("dp=2", {**SERVER, "server_host": host}, {}, f'sync.server_host: "{host}" is no address that')
+          for host in ("", " ", "0", "::", "224.0.0.1", "255.255.255.255", "<broadcast>", "ff02::1")),
+        ("dp=2", {"server_host": ""}, {}, 'sync.server_host: "" is used by sync.strategy=server alone'),
         ("dp=2", {**SERVER, "server_port": 70000}, {}, "70000 is no port"),
+        ("dp=2", {**SERVER, "server_replicas": 9}, {},
+         "sync.server_replicas: 9 must be a whole number of at least 1 and at most 8"),
+        ("dp=2", {**SERVER, "server_timeout": 1e-9}, {},
+         "sync.server_timeout: 1e-09 must be a number of at least 0.5 and at most 86400"),
+        ("dp=2", {**SERVER, "server_timeout": 1e308}, {}, "1e+308 must be a number of at least 0.5 and at most 86400"),
+        ("dp=2", {**SERVER, "server_placement": "hash"}, {}, "sync.server_placement: hash says which of"),
+        ("dp=2", SERVER, {"recovery": {"restarts": 5}}, "recovery.restarts: 5 is not used by sync.strategy=server; "
+         "leave it out (sync.server_restarts, "),
+        ("dp=2", SERVER, {"recovery": {"digest_every": 2}}, "recovery.digest_every: 2 is not used by"),
+        ("dp=2", SERVER, {"recovery": {"memory_every": 2}}, "recovery.memory_every: 2 is not used by"),
+        ("dp=2", SERVER, {"recovery": {"alert_command": "cat"}}, "recovery.alert_command: cat is not used by"),
+        ("dp=2", SERVER, {"fault": {"listen": True}}, "fault.listen: true is not used by"),
+        ("dp=2", SERVER, {"fault": {"inject": ["kill rank=0 step=2"]}}, 'fault.inject: "kill rank=0 step=2" is not'),
+        ("dp=2", SERVER, {"checkpoint": {"incremental": 4}}, "checkpoint.incremental: 4 is not used by"),
+        ("dp=2", SERVER, {"checkpoint": {"failure": "continue"}}, "checkpoint.failure: continue is not used by"),
+        ("dp=2", SERVER, {"observe": {"tensorboard": True}}, "observe.tensorboard: true is not used by"),
+        ("dp=2 placement=1,0", SERVER, {}, "layout: placement=1,0 is of ranks"),
         ("dp=2", {**SERVER, "server_mode": "asynchronous"}, {"train": {"deterministic": True}}, "depends on who is"),
         ("dp=2", SERVER, {"precision": {"dtype": "float16"}}, "float16 needs a loss scale"),
         ("dp=2", SERVER, {"cluster": {"device": "cuda"}}, "cuda is not available with sync.strategy=server"),
@@ -313,8 +410,31 @@ def test_a_port_in_use_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert "cannot be used (Address already in use)" in said and not (tmp_path / "run").exists()
 
 
-def test_more_servers_than_chunks_are_refused_before_anything_is_written() -> None:
+@pytest.mark.parametrize(
+    ("sync", "sentence"),
+    [
+        ({"servers": 100_000_000},
+         "sync.servers: 100000000 leaves server 27 without parameters (there are 27 chunks); use 1 to 27"),
+        ({"servers": 28}, "sync.servers: 28 leaves server 27 without parameters (there are 27 chunks); use 1 to 27"),
+        ({"servers": 9, "server_replicas": 8},
+         "sync.servers: 9 x server_replicas=8 would start 72 processes on this machine, which are too many; use 1 to "
+         "8"),
+        ({"servers": 20, "server_placement": "hash"},
+         "sync.servers: 20 leaves server 4 without parameters (there are 27 chunks, placed by hash); use 2, 3, 4, 5, 6 "
+         "or 7, or server_placement=size"),
+    ],
+)  # fmt: skip
+def test_too_many_servers_are_refused_at_once_before_anything_is_written(sync: dict, sentence: str) -> None:  # type: ignore[type-arg]
     from meshwright.train.servers.run import check_servers
 
-    with pytest.raises(InputError, match=r"sync.servers: 999 leaves server \d+ without parameters"):
-        check_servers(small_job("dp=2", sync={**SERVER, "servers": 999}))
+    with pytest.raises(InputError) as refused:
+        check_servers(small_job("dp=2", sync={**SERVER, **sync}))
+    assert str(refused.value) == sentence
+
+
+def test_what_servers_use_of_those_sections_stays_legal() -> None:
+    from meshwright.train.servers.run import check_servers
+
+    for servers, replicas in ((27, 2), (8, 8)):
+        sync = {**SERVER, "servers": servers, "server_replicas": replicas, "server_host": "localhost"}
+        check_servers(small_job("dp=2", sync=sync, checkpoint={"drill_every": 2, "keep_every": 3}))

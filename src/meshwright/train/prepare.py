@@ -19,6 +19,7 @@ from meshwright.job.job import Job
 from meshwright.job.memory import check_memory
 from meshwright.recovery.lock import LOCK, RunLock
 from meshwright.train.resumable import check_resumable, check_run, check_samples
+from meshwright.train.servers.whereabouts import forget
 
 
 def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None = None) -> RunLock:
@@ -43,6 +44,7 @@ def prepare_run(job: Job, run_dir: Path, *, resume: bool, from_step: int | None 
         _check_fresh(run_dir)
     lock = RunLock(run_dir)
     try:
+        forget(run_dir)  # a launcher that was killed could not
         _prepare(job, run_dir, resume, from_step)
     except BaseException:
         lock.release()

@@ -168,6 +168,9 @@ class Worker:
         answer = (yield [(COORDINATOR, message)])[0]
         if answer is None:
             raise CoordinatorLost("the coordinator cannot be reached any more; the run has ended")
+        if answer.kind == "refused":
+            why = answer.fields.get("why", "without a reason")
+            raise ProtocolError(f"the coordinator refused {message.kind!r}: {why}")
         return answer
 
     def _look(self, message: Message) -> None:

@@ -64,10 +64,11 @@ class Member:
 
 
 class Workers:
-    """The workers by name; names are never used twice."""
+    """The workers by name. No two live ones have the same; one that comes when another has gone counts on from it."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._sequences: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -84,12 +85,16 @@ class Workers:
     def join(self, name: str, index: int) -> Member:
         """A new worker, or one that has connected again."""
         if name not in self._members:
-            self._members[name] = Member(name, index)
+            # Servers take a sequence number that is settled for a push they have seen.
+            self._members[name] = Member(name, index, sequence=self._sequences.get(name, 0))
         return self._members[name]
 
     def leave(self, name: str) -> Member | None:
         """It is gone; what it was."""
-        return self._members.pop(name, None)
+        member = self._members.pop(name, None)
+        if member is not None:
+            self._sequences[name] = member.sequence
+        return member
 
     @property
     def homes(self) -> set[int]:

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from meshwright.sync.server.protocol import Message, ProtocolError, Run
+from meshwright.sync.server.protocol import BEAT, Message, ProtocolError, Run
 from meshwright.sync.server.replica import Out
-from meshwright.sync.server.sockets import dial, receive, send, welcome
+from meshwright.sync.server.sockets import HANDSHAKE_SECONDS, dial, receive, send, welcome
 
-BEAT = "/beat"
-"""Ends the name of a connection that only carries signs of life."""
+_EACH_REFUSAL = 20
+"""So many refusals are reported one by one; then, as anybody can cause them, only every doubling of their number."""
 
 
 class Machine(Protocol):
@@ -37,10 +37,11 @@ class Machine(Protocol):
 
 
 class _Link:
-    """One connection: what is still to be written to it."""
+    """One connection: what is still to be written to it, and if the other end has called, which process it is."""
 
-    def __init__(self) -> None:
-        self.connection: socket.socket | None = None
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self.connection = connection
+        self.peer = self.instance = ""
         self.outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def close(self) -> None:
@@ -80,6 +81,7 @@ class Node:
         self.done = threading.Event()
         self._links: dict[str, _Link] = {}
         self._closed = False
+        self._refusals = 0
         self._start(self._accept)
 
     @property
@@ -87,6 +89,11 @@ class Node:
         """Where we listen."""
         host, port = self.listener.getsockname()[:2]
         return str(host), int(port)
+
+    def knows(self, peer: str) -> bool:
+        """Whether a process of this name is connected."""
+        with self.lock:
+            return peer in self._links
 
     def tell(self, peer: str, message: Message) -> None:
         """Send from outside of the machine."""
@@ -134,17 +141,43 @@ class Node:
             self._start(self._introduce, connection)
 
     def _introduce(self, connection: socket.socket) -> None:
+        link = _Link(connection)
         try:
-            peer = welcome(connection, self.run)
+            peer = welcome(connection, self.run, lambda name, instance: self._admit(link, name, instance))
         except (ProtocolError, OSError, EOFError) as error:
             connection.close()
-            if isinstance(error, ProtocolError):
-                self.report(f"refused a connection: {error}")
+            self._refused(error)
+            if link.peer:
+                self._lose(link.peer, link)
             return
-        link = _Link()
-        self._attach(peer, link, connection)
         self._start(self._write, peer, link)
         self._read(peer, link)
+
+    def _refused(self, error: ProtocolError | OSError | EOFError) -> None:
+        with self.lock:
+            if self._closed:
+                return
+            self._refusals += 1
+            number = self._refusals
+        if number > _EACH_REFUSAL and number & (number - 1):
+            return
+        why = "it ended before it had introduced itself"
+        if isinstance(error, TimeoutError):
+            why = f"it did not introduce itself within {HANDSHAKE_SECONDS:g} s"
+        counted = f" ({number} by now)" if number > _EACH_REFUSAL else ""
+        self.report(f"refused a connection{counted}: {error if isinstance(error, ProtocolError) else why}")
+
+    def _admit(self, link: _Link, peer: str, instance: str) -> str | None:
+        """Let a peer in under its name unless another process that is connected has it; else the sentence."""
+        name = peer.removesuffix(BEAT)
+        with self.lock:
+            links = [self._links[each] for each in (name, name + BEAT) if each in self._links]
+            if name == self.name or any(each.instance not in ("", instance) for each in links):
+                return f"{name}: another process of this run has this name; give another --name, or leave it out"
+            link.peer, link.instance = peer, instance
+            assert link.connection is not None
+            self._attach(peer, link, link.connection)
+        return None
 
     def _attach(self, peer: str, link: _Link, connection: socket.socket) -> None:
         with self.lock:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
+import secrets
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +30,7 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 
 MAGIC = b"MWPS"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("!4sHIQ")
 
 STRANGER_HEADER_BYTES = 4096
@@ -151,14 +153,22 @@ def decode(receive: Callable[[memoryview], None], *, stranger: bool = False) -> 
 def _parsed(text: bytes) -> tuple[str, dict[str, Any], list[tuple[torch.dtype, int]]]:
     try:
         header = json.loads(text)
-        kind, fields = header["kind"], header["fields"]
-        described = [(_DTYPES[name], elements) for name, elements in header["tensors"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ProtocolError(f"a header is malformed ({type(error).__name__})") from None
-    sizes_fit = all(type(elements) is int and elements >= 0 for _, elements in described)
-    if not (isinstance(kind, str) and isinstance(fields, dict) and sizes_fit):
-        raise ProtocolError("a header is malformed (wrong types)")
-    return kind, fields, described
+    except (ValueError, RecursionError):
+        raise ProtocolError("a header is malformed: it is no JSON, or nested too deep") from None
+    if not isinstance(header, dict):
+        raise ProtocolError("a header is malformed: it is no object")
+    kind, fields, tensors = (header.get(name) for name in ("kind", "fields", "tensors"))
+    if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(tensors, list)):
+        raise ProtocolError("a header is malformed: it has no kind, fields and tensors of the right types")
+    return kind, fields, [_described(tensor) for tensor in tensors]
+
+
+def _described(tensor: object) -> tuple[torch.dtype, int]:
+    """A tensor's type and number of elements, from its entry in a header."""
+    match tensor:
+        case [str(name), int(elements)] if name in _DTYPES and type(elements) is int and elements >= 0:
+            return _DTYPES[name], elements
+    raise ProtocolError(f"a header is malformed: a tensor is no type of {', '.join(_DTYPES)} with a number of elements")
 
 
 @dataclass(frozen=True)
@@ -169,20 +179,29 @@ class Run:
     job: str
 
 
-def hello(run: Run, name: str) -> Message:
+INSTANCE = secrets.token_hex(8)
+"""This process, for those it talks to: by it one that connects again is told from another under the same name."""
+NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+"""What the name of a process must be: it stands in file names and sentences."""
+BEAT = "/beat"
+"""Ends the name of a connection that only carries signs of life."""
+
+
+def hello(run: Run, name: str, instance: str = INSTANCE) -> Message:
     """The first message of a connection."""
-    return Message("hello", {"token": run.token, "job": run.job, "name": name})
+    return Message("hello", {"token": run.token, "job": run.job, "name": name, "instance": instance})
 
 
 def refusal(run: Run, message: Message) -> str | None:
     """Why a first message is not accepted, in one sentence; None if it is. The comparison takes constant time."""
-    fields: Mapping[str, Any] = message.fields
-    name = str(fields.get("name", ""))[:100]
-    if message.kind != "hello" or not name:
+    token, job, name, instance = (message.fields.get(key) for key in ("token", "job", "name", "instance"))
+    if message.kind != "hello" or not isinstance(name, str) or not NAME.fullmatch(name.removesuffix(BEAT)):
         return f"the first message was {message.kind[:40]!r}; it must be a hello with a name"
-    if not hmac.compare_digest(str(fields.get("token", "")).encode(), run.token.encode()):
+    if not isinstance(token, str) or not hmac.compare_digest(ascii(token).encode(), ascii(run.token).encode()):
         return f"{name}: its token is not this run's; take the one the run was started with"
-    if fields.get("job") != run.job:
-        theirs = str(fields.get("job"))[:16]
+    if job != run.job:
+        theirs = job[:16] if isinstance(job, str) else "without a fingerprint"
         return f"{name}: it works on job {theirs}, this run is job {run.job}; start it from this run's directory"
+    if not isinstance(instance, str):
+        return f"{name}: it does not say which process it is; use the same meshwright on both sides"
     return None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 
 from meshwright.errors import InputError
-from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run, decode, encode, hello, refusal
+from meshwright.sync.server.protocol import (
+    INSTANCE,
+    Message,
+    ProtocolError,
+    Refused,
+    Run,
+    decode,
+    encode,
+    hello,
+    refusal,
+)
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_SECONDS = 10.0
@@ -32,8 +43,7 @@ def listen(host: str, port: int | None, key: str = "sync.server_port") -> socket
                 "or leave it out for 127.0.0.1"
             ) from None
         raise InputError(
-            f"{key}: port {port} on {host} cannot be used ({error.strerror}); "
-            "give another port, or none for a free one"
+            f"{key}: port {port} on {host} cannot be used ({error.strerror}); give another port, or none for a free one"
         ) from None
     return listener
 
@@ -63,28 +73,46 @@ def receive(connection: socket.socket, *, stranger: bool = False) -> Message:
     return decode(receiver(connection), stranger=stranger)
 
 
-def welcome(connection: socket.socket, run: Run) -> str:
+def welcome(connection: socket.socket, run: Run, admit: Callable[[str, str], str | None]) -> str:
     """The listening side of the first two messages; the peer's name.
 
+    Args:
+        connection: of a stranger.
+        run: the secret and the job.
+        admit: takes a name and which process has it; why it is not let in, or None.
+
     Raises:
-        Refused: the peer was not accepted; it has been told why.
+        Refused: the peer was not accepted; it has been told why, if it still listens.
+        OSError, EOFError: it is gone, or said too little for too long.
     """
     connection.settimeout(HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         message = receive(connection, stranger=True)
-        why = refusal(run, message)
+        why = refusal(run, message) or admit(str(message["name"]), str(message["instance"]))
     except ProtocolError as error:
         why = str(error)
     if why is not None:
-        send(connection, Message("refused", {"why": why}))
+        with contextlib.suppress(OSError):
+            send(connection, Message("refused", {"why": why}))
         raise Refused(why)
     send(connection, Message("accepted"))
     connection.settimeout(None)
     return str(message["name"])
 
 
-def dial(address: tuple[str, int], run: Run, name: str, *, seconds: float = HANDSHAKE_SECONDS) -> socket.socket:
+def unreachable(address: tuple[str, int], error: OSError | EOFError) -> str:
+    """The sentence on a coordinator that could not be dialled."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "it did not answer"
+    return (
+        f"the coordinator at {address[0]}:{address[1]} cannot be reached ({reason}); is the run still going, "
+        "and is the address the one in its servers.json?"
+    )
+
+
+def dial(
+    address: tuple[str, int], run: Run, name: str, *, seconds: float = HANDSHAKE_SECONDS, instance: str = INSTANCE
+) -> socket.socket:
     """The dialling side: an accepted connection.
 
     Raises:
@@ -96,7 +124,7 @@ def dial(address: tuple[str, int], run: Run, name: str, *, seconds: float = HAND
     connection = socket.create_connection(address, timeout=seconds)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        send(connection, hello(run, name))
+        send(connection, hello(run, name, instance))
         answer = receive(connection)
         if answer.kind != "accepted":
             raise Refused(f"{address[0]}:{address[1]} refused {answer.fields.get('why', 'without a reason')}")

@@ -9,10 +9,9 @@ from collections import Counter
 from meshwright.errors import MeshwrightError
 from meshwright.sync.server.client import UNANSWERED, Answers, Calls, Pause, Worker, fits
 from meshwright.sync.server.membership import Address
-from meshwright.sync.server.node import BEAT
-from meshwright.sync.server.protocol import Message, ProtocolError, Refused, Run
+from meshwright.sync.server.protocol import BEAT, Message, ProtocolError, Refused, Run
 from meshwright.sync.server.replica import COORDINATOR
-from meshwright.sync.server.sockets import dial, receive, send
+from meshwright.sync.server.sockets import dial, receive, send, unreachable
 
 
 class WorkerLink:
@@ -65,17 +64,12 @@ class WorkerLink:
                 connection.close()
 
     def _dial_coordinator(self, name: str) -> socket.socket:
-        host, port = self._coordinator
         try:
             return dial(self._coordinator, self.run, name)
         except ProtocolError:
             raise
         except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise MeshwrightError(
-                f"the coordinator at {host}:{port} cannot be reached ({reason}); is the run still going, "
-                "and is the address the one in its servers.json?"
-            ) from None
+            raise MeshwrightError(unreachable(self._coordinator, error)) from None
 
     def _call(self, calls: Calls) -> Answers:
         """Send everything, then take every answer; a peer that fails is hung up on and answers None."""

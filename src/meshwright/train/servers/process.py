@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,62 +31,43 @@ from meshwright.recovery.rank import RECORDS_VARIABLE, print_line, run_as_rank
 from meshwright.recovery.threads import threads
 from meshwright.sync.server.client import Worker
 from meshwright.sync.server.node import Node, beat
-from meshwright.sync.server.protocol import Message, ProtocolError, Run
+from meshwright.sync.server.protocol import NAME, Message, ProtocolError, Run
 from meshwright.sync.server.replica import COORDINATOR, Replica
-from meshwright.sync.server.sockets import listen
+from meshwright.sync.server.sockets import listen, unreachable
 from meshwright.sync.server.worker_link import WorkerLink
 from meshwright.train.servers.compute import Computing, join_alone
 from meshwright.train.servers.shapes import Shapes, fingerprint
 from meshwright.train.servers.store import fresh_store, resumed_store
+from meshwright.train.servers.whereabouts import read_whereabouts
 from meshwright.train.worker import prepare_determinism
 
-FACTS = "servers.json"
-TOKEN = "servers.token"
 
-
-def write_token(run_dir: Path) -> str:
-    """A new secret for a run, in a file that only its owner may read."""
-    token = secrets.token_hex(32)
-    path = run_dir / TOKEN
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    return token
-
-
-def read_run(run_dir: Path) -> tuple[Job, Run, tuple[str, int], dict[str, object]]:
+def read_run(run_dir: Path) -> tuple[Job, Run, tuple[str, int], dict[str, Any]]:
     """The job, the secret, the coordinator's address and what else the launcher left for its processes.
 
     Raises:
         InputError: the directory holds no such run.
     """
-    try:
-        facts = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
-        token = (run_dir / TOKEN).read_text(encoding="utf-8")
-        host, port = facts["coordinator"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{run_dir} holds no parameter-server run that is going ({type(error).__name__}: {error}); "
-            "give the directory of one, started with sync.strategy=server"
-        ) from None
+    facts, token, coordinator = read_whereabouts(run_dir)
     job = run_job(run_dir)
-    return job, Run(token, fingerprint(job)), (str(host), int(port)), facts
+    return job, Run(token, fingerprint(job)), coordinator, facts
 
 
 def serve(run_dir: Path, shard: int, name: str) -> None:
     """Own a shard until the coordinator says that all is done, or others have taken over."""
     job, run, coordinator, facts = read_run(run_dir)
+    if not 0 <= shard < job.sync.servers:
+        raise InputError(f"--server: there is no shard {shard} in this run; use 0 to {job.sync.servers - 1}")
     began = time.monotonic()
     shapes = Shapes(job)
-    checkpoint, version = facts.get("checkpoint"), int(str(facts["version"]))
+    checkpoint, version = facts.get("checkpoint"), facts["version"]
     store = fresh_store(shapes, shard) if checkpoint is None else resumed_store(shapes, shard, Path(str(checkpoint)))
     replica = Replica(name, shard, store, version=version)
     node = Node(replica, name, run, listen(job.sync.server_host, None), report=print_line)
     try:
         node.connect(COORDINATOR, coordinator)
     except (OSError, EOFError) as error:
-        where = f"{coordinator[0]}:{coordinator[1]}"
-        raise MeshwrightError(f"the coordinator at {where} cannot be reached ({error})") from None
+        raise MeshwrightError(unreachable(coordinator, error)) from None
     host, port = node.address
     node.tell(COORDINATOR, Message("register", {"shard": shard, "host": host, "port": port}))
     beat(node, COORDINATOR, job.sync.server_timeout / 4)
@@ -114,6 +96,8 @@ def serve(run_dir: Path, shard: int, name: str) -> None:
 def work(run_dir: Path, index: int, name: str) -> None:
     """Compute gradients until the coordinator says stop."""
     job, run, coordinator, _ = read_run(run_dir)
+    if index < 0:
+        raise InputError(f"--worker: {index} is no worker's index; use 0 to {job.layout.dp - 1}, or more to join them")
     prepare_determinism(job)
     join_alone()
     corpora = open_corpora(job.data, job.model.vocabulary)
@@ -150,21 +134,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point; see the module."""
     parser = argparse.ArgumentParser(description="A server or a worker of a parameter-server run.")
     parser.add_argument("run_dir", type=Path)
-    role = parser.add_mutually_exclusive_group(required=True)
-    role.add_argument("--server", type=int, metavar="SHARD", help="own this shard")
-    role.add_argument("--worker", type=int, metavar="INDEX", help="compute gradients; its home among the workers")
+    roles = parser.add_mutually_exclusive_group(required=True)
+    roles.add_argument("--server", type=int, metavar="SHARD", help="own this shard")
+    roles.add_argument("--worker", type=int, metavar="INDEX", help="compute gradients; its home among the workers")
     parser.add_argument("--name", help="unique in the run; absent: made up")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    unique = secrets.token_hex(3)
-    if options.server is not None:
-        name = options.name or f"server-{options.server}.{unique}"
-        run_as_rank(lambda: _with_threads(serve, options.run_dir, options.server, name))
-    name = options.name or f"worker-{options.worker}.{unique}"
-    run_as_rank(lambda: _with_threads(work, options.run_dir, options.worker, name))
+    index = options.worker if options.server is None else options.server
+    kind = "worker" if options.server is None else "server"
+    name = f"{kind}-{index}.{secrets.token_hex(3)}" if options.name is None else options.name
+    run_as_rank(lambda: _begin(work if kind == "worker" else serve, options.run_dir, index, name))
 
 
-def _with_threads(role: Callable[[Path, int, str], None], run_dir: Path, index: int, name: str) -> None:
+def _begin(role: Callable[[Path, int, str], None], run_dir: Path, index: int, name: str) -> None:
+    if name == COORDINATOR or not NAME.fullmatch(name):
+        raise InputError(
+            f'--name: "{name}" cannot be a process\'s name; use 1 to 100 letters, digits, ".", "_" and "-", other than '
+            f"{COORDINATOR}, or leave it out"
+        )
     torch.set_num_threads(threads())
     role(run_dir, index, name)
 

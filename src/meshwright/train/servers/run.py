@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -35,9 +36,9 @@ from meshwright.sync.server.replica import COORDINATOR
 from meshwright.sync.server.sockets import listen
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.resumable import check_samples
-from meshwright.train.servers.process import FACTS, TOKEN, write_token
 from meshwright.train.servers.records import RunRecords
 from meshwright.train.servers.shapes import Shapes, fingerprint
+from meshwright.train.servers.whereabouts import FACTS, forget, write_token
 
 _MODULE = "meshwright.train.servers.process"
 _POLL_SECONDS = 0.05
@@ -213,16 +214,24 @@ class _Supervisor:
                 here = job.layout.dp - sync.workers_elsewhere
                 for index in range(here):
                     self._start("worker", index)
-                for index in range(here, job.layout.dp):
-                    words = f"python -m {_MODULE} {self.run_dir.absolute()} --worker {index}"
-                    self.records.progress.say(f"training begins when this runs too, elsewhere: {words}")
+                self._say_what_runs_elsewhere(range(here, job.layout.dp))
                 self._watch_children()
         finally:
             self._end_children()
             self.node.close()
-            for name in (FACTS, TOKEN):
-                (self.run_dir / name).unlink(missing_ok=True)
+            forget(self.run_dir)
         self._judge()
+
+    def _say_what_runs_elsewhere(self, workers: range) -> None:
+        say, host = self.records.progress.say, self.node.address[0]
+        for index in workers:
+            words = f"python -m {_MODULE} {self.run_dir.absolute()} --worker {index}"
+            say(f"training begins when this runs too, elsewhere: {words}")
+        if workers and ipaddress.ip_address(host).is_loopback:
+            say(
+                f"only processes of this machine reach {host}; for others, set sync.server_host to an address of this "
+                "machine that they reach"
+            )
 
     def _log_folder(self) -> Path:
         root = self.run_dir / "logs"
@@ -234,6 +243,8 @@ class _Supervisor:
     def _start(self, role: str, index: int) -> None:
         number = len(self.children) + 1
         name = f"{role}-{index}.{number}"
+        while self.node.knows(name):  # somebody has started one by hand under a name of ours
+            name += "-"
         log = self.logs / f"{name}.log"
         environment = {
             **os.environ,
