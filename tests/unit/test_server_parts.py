@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -191,6 +192,19 @@ def test_one_that_says_too_little_is_reported_and_a_flood_is_counted(
         until(lambda number=number: node._refusals == number)  # type: ignore[misc]
     assert said[1:20] == ["refused a connection: it ended before it had introduced itself"] * 19
     assert said[20:] == ["refused a connection (32 by now): it ended before it had introduced itself"]
+
+
+def test_one_that_sends_a_byte_now_and_then_does_not_stay(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.5)
+    said: list[str] = node.said  # type: ignore[attr-defined]
+    with socket.create_connection(node.address) as connection:
+        for byte in protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, 4000, 0) + b"[" * 4000:
+            if said:
+                break
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+    assert said == ["refused a connection: it did not introduce itself within 10 s"]
 
 
 def test_a_name_in_use_is_refused_and_its_owner_is_left_alone_and_may_connect_again(node: Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 
 from meshwright.errors import InputError
@@ -48,12 +49,21 @@ def listen(host: str, port: int | None, key: str = "sync.server_port") -> socket
     return listener
 
 
-def receiver(connection: socket.socket) -> Callable[[memoryview], None]:
-    """What fills a buffer from a connection, and raises ``EOFError`` at its end."""
+def receiver(connection: socket.socket, seconds: float | None = None) -> Callable[[memoryview], None]:
+    """What fills a buffer from a connection; raises ``EOFError`` at its end.
+
+    With ``seconds``, all that is ever received must be there within them, or it raises ``TimeoutError``: a peer that
+    sends a byte now and then does not stay.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
 
     def receive(buffer: memoryview) -> None:
         view, filled = buffer.cast("B"), 0
         while filled < len(view):
+            if deadline is not None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                connection.settimeout(left)
             count = connection.recv_into(view[filled:])
             if count == 0:
                 raise EOFError("the connection ended")
@@ -68,9 +78,9 @@ def send(connection: socket.socket, message: Message) -> None:
         connection.sendall(buffer)
 
 
-def receive(connection: socket.socket, *, stranger: bool = False) -> Message:
+def receive(connection: socket.socket) -> Message:
     """Receive one message whole."""
-    return decode(receiver(connection), stranger=stranger)
+    return decode(receiver(connection))
 
 
 def welcome(connection: socket.socket, run: Run, admit: Callable[[str, str], str | None]) -> str:
@@ -88,7 +98,7 @@ def welcome(connection: socket.socket, run: Run, admit: Callable[[str, str], str
     connection.settimeout(HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        message = receive(connection, stranger=True)
+        message = decode(receiver(connection, HANDSHAKE_SECONDS), stranger=True)
         why = refusal(run, message) or admit(str(message["name"]), str(message["instance"]))
     except ProtocolError as error:
         why = str(error)
