@@ -123,6 +123,10 @@ class Job(BaseModel):
             changed._sources |= {f"layout.{key}": source for key in layout.model_fields_set}
         return changed
 
+    def with_steps(self, steps: int) -> Job:
+        """The same job, of so many steps."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps})})
+
     def with_fresh_weights(self) -> Job:
         """The same job, not begun from the weights that ``model.init_from`` names."""
         return self.model_copy(update={"model": self.model.model_copy(update={"init_from": None})})

@@ -26,6 +26,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def changed(self, *keys: str) -> dict[str, Any]:
+        """Those of ``keys`` that have another value than their default, with it."""
+        fields = type(self).model_fields
+        return {key: value for key in keys if (value := getattr(self, key)) != fields[key].default}
+
 
 class ModelSection(ModelSpec):
     """[model]: a shape by ``preset``, by ``hf`` (a Hugging Face folder or config.json), or by its sizes.

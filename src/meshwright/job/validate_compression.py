@@ -51,18 +51,15 @@ def compression_problems(job: Job) -> Iterator[str]:
 
 def _unused_keys(job: Job) -> Iterator[str]:
     kind = job.sync.compression
-    given = job.sync.model_fields_set
-    defaults = type(job.sync).model_fields
-    for key, kinds in KEYS_OF.items():
-        if key in given and kind not in kinds and getattr(job.sync, key) != defaults[key].default:
+    for key, value in job.sync.changed(*KEYS_OF).items():
+        if kind not in (kinds := KEYS_OF[key]):
             yield (
-                f"sync.{key}: {getattr(job.sync, key)} is not used by sync.compression={kind}; leave it out, or use "
+                f"sync.{key}: {value} is not used by sync.compression={kind}; leave it out, or use "
                 f"compression={', '.join(kinds[:-1])}{' or ' if len(kinds) > 1 else ''}{kinds[-1]}"
             )
     if kind == "none":
-        for key in LEVEL_AND_WARMUP:
-            if (value := getattr(job.sync, key)) != defaults[key].default:
-                yield f"sync.{key}: {value} needs a compression, but sync.compression=none; leave it out"
+        for key, value in job.sync.changed(*LEVEL_AND_WARMUP).items():
+            yield f"sync.{key}: {value} needs a compression, but sync.compression=none; leave it out"
 
 
 def _of_gradients(job: Job) -> Iterator[str]:

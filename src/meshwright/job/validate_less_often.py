@@ -77,10 +77,8 @@ def less_often_problems(job: Job) -> Iterator[str]:
 
 def _unused_keys(job: Job) -> Iterator[str]:
     sync = job.sync
-    defaults = type(sync).model_fields
-    for key, strategies in STRATEGY_KEYS.items():
-        value = getattr(sync, key)
-        if key in sync.model_fields_set and sync.strategy not in strategies and value != defaults[key].default:
+    for key, value in sync.changed(*STRATEGY_KEYS).items():
+        if sync.strategy not in (strategies := STRATEGY_KEYS[key]):
             yield (
                 f"sync.{key}: {value} is not used by sync.strategy={sync.strategy}; leave it out, or use "
                 f"strategy={' or '.join(strategies)}"
@@ -136,8 +134,8 @@ def _outer_problems(job: Job) -> Iterator[str]:
         )
     if not sync.momentum_masking:
         yield "sync.momentum_masking: outer gradients (strategy=diloco) have no momentum while they wait; leave it out"
-    for key in LEVEL_AND_WARMUP:
-        if kind != "none" and (value := getattr(sync, key)) != type(sync).model_fields[key].default:
+    if kind != "none":
+        for key, value in sync.changed(*LEVEL_AND_WARMUP).items():
             yield f"sync.{key}: {value} is not used by strategy=diloco, whose meetings are rare; leave it out"
     if sync.period % sync.fragments:
         yield f"sync.fragments: {sync.fragments} does not divide sync.period={sync.period}; use a divisor of it"

@@ -35,14 +35,12 @@ _UNREAD = {
 def server_problems(job: Job) -> Iterator[str]:
     """Everything that does not fit a parameter server, or is set without one."""
     if job.sync.strategy != "server":
-        for key, field in ServerKeys.model_fields.items():
-            value = getattr(job.sync, key)
-            if value != field.default:
-                shown = '""' if value == "" else value
-                yield (
-                    f"sync.{key}: {shown} is used by sync.strategy=server alone, but strategy is "
-                    f"{job.sync.strategy}; leave it out, or use strategy=server"
-                )
+        for key, value in job.sync.changed(*ServerKeys.model_fields).items():
+            shown = '""' if value == "" else value
+            yield (
+                f"sync.{key}: {shown} is used by sync.strategy=server alone, but strategy is "
+                f"{job.sync.strategy}; leave it out, or use strategy=server"
+            )
         return
     yield from _layout_problems(job)
     yield from _mode_problems(job)
@@ -54,11 +52,8 @@ def unread_by_servers(job: Job) -> Iterator[str]:
     if job.sync.strategy != "server":
         return
     for section, (keys, instead) in _UNREAD.items():
-        values = getattr(job, section)
-        for key in keys:
-            value = getattr(values, key)
-            if value != type(values).model_fields[key].default:
-                yield f"{section}.{key}: {_shown(value)} is not used by sync.strategy=server; leave it out ({instead})"
+        for key, value in getattr(job, section).changed(*keys).items():
+            yield f"{section}.{key}: {_shown(value)} is not used by sync.strategy=server; leave it out ({instead})"
     if job.layout.placement is not None:
         places = ",".join(map(str, job.layout.placement))
         yield f"layout: placement={places} is of ranks, which sync.strategy=server has not; leave it out"

@@ -20,16 +20,17 @@ def sync_problems(job: Job) -> Iterator[str]:
 
 
 def _size_problems(sync: SyncSection) -> Iterator[str]:
-    summed = sync.strategy == "all-reduce"
-    if sync.chunk_bytes != SyncSection.model_fields["chunk_bytes"].default:
-        what = f"strategy={sync.strategy}" if not summed else f"compression={sync.compression}"
-        if summed and sync.compression == "none":
-            what = f"algorithm={sync.algorithm}" if sync.algorithm in UNCHUNKED else ""
-        if what:
-            yield (
-                f"sync.chunk_bytes: {sync.chunk_bytes} is not used by sync.{what}; leave it out, or sum whole "
-                "gradients by algorithm=ring, tree, halving-doubling, hierarchical, leaders or ordered"
-            )
+    other = (
+        "strategy" if sync.strategy != "all-reduce"
+        else "compression" if sync.compression != "none"
+        else "algorithm" if sync.algorithm in UNCHUNKED
+        else None
+    )  # fmt: skip
+    if other is not None and sync.changed("chunk_bytes"):
+        yield (
+            f"sync.chunk_bytes: {sync.chunk_bytes} is not used by sync.{other}={getattr(sync, other)}; leave it out, "
+            "or sum whole gradients by algorithm=ring, tree, halving-doubling, hierarchical, leaders or ordered"
+        )
     if sync.bucket_bytes is not None and sync.strategy == "server":
         yield (
             f"sync.bucket_bytes: {sync.bucket_bytes} is not used by sync.strategy=server, which sums no buckets; leave "

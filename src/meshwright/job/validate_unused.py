@@ -21,13 +21,11 @@ def unused_problems(job: Job) -> Iterator[str]:
                     "schedule=cosine, linear or wsd"
                 )
     if job.precision.dtype != "float16":
-        for key in ("loss_scale_initial", "loss_scale_growth_interval"):
-            value = getattr(job.precision, key)
-            if value != type(job.precision).model_fields[key].default:
-                yield (
-                    f"precision.{key}: {value} is not used by precision.dtype={job.precision.dtype}; leave it out, "
-                    "or use dtype=float16"
-                )
+        for key, value in job.precision.changed("loss_scale_initial", "loss_scale_growth_interval").items():
+            yield (
+                f"precision.{key}: {value} is not used by precision.dtype={job.precision.dtype}; leave it out, "
+                "or use dtype=float16"
+            )
     if checkpoint.mtbf_hours is not None and checkpoint.interval != "auto":
         yield (
             f"checkpoint.mtbf_hours: {checkpoint.mtbf_hours} is used by checkpoint.interval=auto alone; leave it out, "

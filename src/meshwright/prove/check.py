@@ -242,7 +242,7 @@ def check_layout(job: Job, *, steps: int) -> Parity:
             f"check: optimizer.eps={optimizer.eps:g} lets AdamW amplify float32 rounding without bound; "
             f"use at least {_LEAST_EPS:g} (--set optimizer.eps={_LEAST_EPS:g}), or --dtype float64"
         )
-    first = job.model_copy(update={"train": job.train.model_copy(update={"steps": max(steps, job.train.steps)})})
+    first = job.with_steps(max(steps, job.train.steps))
     request = Request(first, steps, None, gradient_steps=steps if job.optimizer.name == "sgd" else 1)
     with Prover() as prover:
         return prover.prove(request, str(job.layout))

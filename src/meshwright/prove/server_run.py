@@ -61,7 +61,7 @@ def rehearse(
         RuntimeError: the servers stand still.
         ValueError: replicas of a shard differ in a bit.
     """
-    job = request.job.model_copy(update={"train": request.job.train.model_copy(update={"steps": request.steps})})
+    job = request.job.with_steps(request.steps)
     assert request.samples is not None
     samples = request.samples
     with _like_a_rank(job):

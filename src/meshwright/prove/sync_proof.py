@@ -18,10 +18,6 @@ _LONG = 10_000
 """Steps of the run of which a proof is the beginning: more than any period or number of first steps."""
 
 
-def _of_steps(job: Job, steps: int) -> Job:
-    return job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
-
-
 @dataclass(frozen=True)
 class SyncProof:
     """One way to synchronise, held against one device.
@@ -59,8 +55,8 @@ class SyncProof:
                 "optimizer": request.job.optimizer.model_copy(update=dict(self.settings)),
             }
         )
-        check_job(_of_steps(changed, _LONG))
-        changed = _of_steps(changed, steps)  # replicas meet at the end
+        check_job(changed.with_steps(_LONG))
+        changed = changed.with_steps(steps)  # replicas meet at the end
         return Request(changed, request.steps, request.samples, request.gradient_steps if self.gradients else 0)
 
     def prove(self, prover: Prover, job: Job, dtype: str, steps: int) -> Iterator[Parity]:
