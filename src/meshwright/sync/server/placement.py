@@ -82,20 +82,7 @@ def _by_hash(chunks: Sequence[Chunk], shards: int) -> list[int]:
 
 def filled_by_hashing(chunks: Sequence[Chunk], most: int) -> list[int]:
     """Numbers of shards, 1 to ``most``, none of which consistent hashing leaves without chunks."""
-    circle = 1 << 64
-    points = [_point(f"{chunk.parameter} {chunk.start}") for chunk in chunks]
-    nearest, owner, load, found = [circle] * len(chunks), [0] * len(chunks), [0] * most, []
-    for shard in range(most):  # a further shard takes chunks from others, and changes nothing else
-        places = sorted(_point(f"shard {shard} {turn}") for turn in range(VIRTUAL))
-        for index, point in enumerate(points):
-            distance = (places[bisect.bisect_right(places, point) % VIRTUAL] - point) % circle
-            if distance < nearest[index]:
-                load[owner[index]] -= nearest[index] < circle
-                nearest[index], owner[index] = distance, shard
-                load[shard] += 1
-        if all(load[: shard + 1]):
-            found.append(shard + 1)
-    return found
+    return [shards for shards in range(1, most + 1) if len(set(_by_hash(chunks, shards))) == shards]
 
 
 def _point(text: str) -> int:
