@@ -43,7 +43,7 @@ from bench.slow_link_runs import (
     pace,
     train,
     validation_every,
-)  # fmt: skip
+)
 from tests.cluster.hosts import two_hosts, why_not
 
 
@@ -163,10 +163,9 @@ class Comparison:
 
     def whole(self, one: Strategy) -> float:
         """Seconds of a run over the limited link from its first to its last step."""
-        with two_hosts(rate=self.scale.rate) as hosts:
-            every = self.scale.steps
-            measured = partial(train, hosts, self.folder, one, self.scale, every, 1, every=every)
-            return sum(self.kept.run(f"{one.name}-whole", measured).step_seconds)
+        steps = self.scale.steps
+        measured = partial(self._over_link, one, steps, 1, every=steps)
+        return sum(self.kept.run(f"{one.name}-whole", measured).step_seconds)
 
     def curves(self, seed: int) -> dict[str, Run]:
         """The losses of all strategies."""
@@ -180,15 +179,15 @@ class Comparison:
                 found[one.name] = found[one.same_update_as]
                 continue
             if one.over_link:
-                measured = partial(self._over_link, one, most, seed)
+                measured = partial(self._over_link, one, most, seed, every=validation_every(scale.steps))
             else:
                 measured = partial(losses, self.folder, one, scale, most, seed, found[one.against].last)
             found[one.name] = self.kept.run(f"{one.name}-{seed}", measured)
         return found
 
-    def _over_link(self, one: Strategy, steps: int, seed: int) -> Run:
+    def _over_link(self, one: Strategy, steps: int, seed: int, *, every: int) -> Run:
         with two_hosts(rate=self.scale.rate) as hosts:
-            return train(hosts, self.folder, one, self.scale, steps, seed, every=validation_every(self.scale.steps))
+            return train(hosts, self.folder, one, self.scale, steps, seed, every=every)
 
 
 def measure(comparison: Comparison, seeds: Sequence[int], timed: int, whole: Sequence[str]) -> dict[str, Any]:

@@ -61,6 +61,18 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+def begin_long(begin: Callable[..., subprocess.Popen[str]], job: Path, out: Path) -> subprocess.Popen[str]:
+    """A run that goes on until it is stopped, two steps into it."""
+    process = begin("train", job, "--out", out, *SERVERS, "--set", "train.steps=20000")
+    wait_for_step(out, 2, process)
+    return process
+
+
+def by_hand(out: Path, *words: object) -> subprocess.Popen[str]:
+    """A process of a run that its launcher did not start."""
+    return start(out, *words, prefix=("-m", "meshwright.train.servers.process"))
+
+
 def pid_of(out: Path, role: str) -> int:
     """The newest process of a role, such as ``worker-0``, or ``head-1`` for the head of shard 1."""
     events = lines(out / "events.jsonl")
@@ -233,11 +245,9 @@ def test_a_second_process_under_a_worker_s_name_is_refused_and_the_first_goes_on
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:
     out = job.parent / "namesake"
-    process = begin("train", job, "--out", out, *SERVERS, "--set", "train.steps=20000")
-    wait_for_step(out, 2, process)
+    process = begin_long(begin, job, out)
     name = next(each["worker"] for each in lines(out / "events.jsonl") if each["event"] == "worker-joined")
-    words = (out, "--worker", 0, "--name", name)
-    said = finish(start(*words, prefix=("-m", "meshwright.train.servers.process")), 2).splitlines()
+    said = finish(by_hand(out, "--worker", 0, "--name", name), 2).splitlines()
     assert len(said) == 1 and f"{name}: another process of this run has this name" in said[0]
     wait_for_step(out, max(record["step"] for record in lines(out / "metrics.jsonl")) + 2, process)
     process.send_signal(signal.SIGTERM)
@@ -253,7 +263,7 @@ def test_workers_that_are_started_elsewhere_share_the_work(
     while not (out / "servers.json").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    other = start(out, "--worker", 1, "--name", "other", prefix=("-m", "meshwright.train.servers.process"))
+    other = by_hand(out, "--worker", 1, "--name", "other")
     assert "only processes of this machine reach 127.0.0.1; for others, set sync.server_host to" in finish(process)
     finish(other)
     assert sum(each["event"] == "process-started" and each["process"].startswith("worker")
@@ -268,10 +278,8 @@ def test_a_worker_joins_by_the_run_s_directory_and_leaves(
     begin: Callable[..., subprocess.Popen[str]], job: Path
 ) -> None:
     out = job.parent / "joined"
-    process = begin("train", job, "--out", out, *SERVERS, "--set", "train.steps=20000")
-    wait_for_step(out, 2, process)
-    module = ("-m", "meshwright.train.servers.process")
-    guest = start(out, "--worker", 2, "--name", "guest", prefix=module)
+    process = begin_long(begin, job, out)
+    guest = by_hand(out, "--worker", 2, "--name", "guest")
     deadline = time.monotonic() + DEADLINE
     while not any(each.get("worker") == "guest" for each in lines(out / "events.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before the guest had come"
