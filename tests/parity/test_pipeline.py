@@ -480,7 +480,7 @@ def tied_training(layout: Layout, steps: int) -> dict[str, Any]:
         (2, Layout(pp=2, schedule="dualpipev")),
         (4, Layout(pp=4, schedule="gpipe")),
         (4, Layout(pp=2, dp=2, zero=1, schedule="1f1b")),
-        pytest.param(4, Layout(pp=2, dp=2, zero=3, schedule="zbv"), marks=pytest.mark.all),
+        (4, Layout(pp=2, dp=2, zero=3, schedule="zbv")),
         (4, Layout(pp=2, dp=2, zero=2, schedule="zero-bubble", placement=(3, 1, 2, 0))),
     ],
     ids=str,
