@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,18 @@ SERVERS = settings(
 @pytest.fixture(scope="module")
 def alone(job: Path) -> Path:
     """The run of one device that nobody disturbs."""
-    out = job.parent / "alone"
-    output, errors = start("train", job, "--out", out, *SHARED, "--set", "layout.dp=1").communicate(timeout=DEADLINE)
+    return undisturbed(job, "alone", SHARED)
+
+
+@pytest.fixture(scope="module")
+def shortly_alone(job: Path) -> Path:
+    """The same, of ``SHORT``."""
+    return undisturbed(job, "shortly-alone", SHORT)
+
+
+def undisturbed(job: Path, name: str, words: Sequence[str]) -> Path:
+    out = job.parent / name
+    output, errors = start("train", job, "--out", out, *words, "--set", "layout.dp=1").communicate(timeout=DEADLINE)
     assert "run directory" in output, output + errors
     return out
 
@@ -122,10 +132,9 @@ def nobody_left(out: Path, seconds: float = 10.0) -> bool:
 
 @pytest.mark.all
 def test_a_killed_worker_and_a_killed_primary_change_no_bit(
-    begin: Callable[..., subprocess.Popen[str]], job: Path
+    begin: Callable[..., subprocess.Popen[str]], job: Path, shortly_alone: Path
 ) -> None:
-    out, reference = job.parent / "killed", job.parent / "undisturbed"
-    finish(begin("train", job, "--out", reference, *SHORT, "--set", "layout.dp=1"))
+    out = job.parent / "killed"
     process = begin("train", job, "--out", out, *SHORT, *SERVERS)
     wait_for_step(out, 5, process)
     os.kill(pid_of(out, "worker-0"), signal.SIGKILL)
@@ -133,7 +142,7 @@ def test_a_killed_worker_and_a_killed_primary_change_no_bit(
     os.kill(pid_of(out, "head-1"), signal.SIGKILL)
     finish(process)
     assert {"worker-lost", "server-lost", "new-head", "done"} <= set(kinds(out))
-    assert_same_bits(out, reference, SHORT_STEPS)
+    assert_same_bits(out, shortly_alone, SHORT_STEPS)
     assert nobody_left(out) and not (out / "servers.token").exists()
     summary = json.loads((out / "summary.json").read_text())
     assert summary["servers"]["ledger_differences"] == []
@@ -256,10 +265,10 @@ def test_a_second_process_under_a_worker_s_name_is_refused_and_the_first_goes_on
 
 
 def test_workers_that_are_started_elsewhere_share_the_work(
-    begin: Callable[..., subprocess.Popen[str]], job: Path, alone: Path
+    begin: Callable[..., subprocess.Popen[str]], job: Path, shortly_alone: Path
 ) -> None:
     out = job.parent / "elsewhere"
-    process = begin("train", job, "--out", out, *SHARED, *SERVERS, "--set", "sync.workers_elsewhere=1")
+    process = begin("train", job, "--out", out, *SHORT, *SERVERS, "--set", "sync.workers_elsewhere=1")
     while not (out / "servers.json").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -270,7 +279,7 @@ def test_workers_that_are_started_elsewhere_share_the_work(
                for each in lines(out / "events.jsonl")) == 1  # fmt: skip
     shares = [push["worker"] for update in lines(out / "updates.jsonl") for push in update["pushes"]]
     assert 0 < shares.count("other") < len(shares)
-    assert_same_bits(out, alone)
+    assert_same_bits(out, shortly_alone, SHORT_STEPS)
 
 
 @pytest.mark.all
