@@ -55,7 +55,7 @@ $(BENCH)/.installed: pyproject.toml constraints.txt
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	@touch $@
 
-docs: install  ## Write the generated pages of docs/reference anew
+docs: install  ## Write the generated pages and pictures of docs/ anew
 	$(BIN)/python -m docs.generate
 
 clean:  ## Remove environments and caches; runs/ stays

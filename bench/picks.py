@@ -216,7 +216,7 @@ def table(found: list[Row]) -> str:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--group", choices=sorted(PROGRAMS), help="one of the two")
+    parser.add_argument("--group", choices=sorted(PROGRAMS), help="one of the three")
     parser.add_argument("--model", help="one model of it")
     options = parser.parse_args()
     groups = json.loads(FILE.read_text(encoding="utf-8"))

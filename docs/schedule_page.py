@@ -199,7 +199,7 @@ step t run, before its update is there, so each gradient is taken at the paramet
 for every rank and micro-batch alike: the delay is one, whatever the depth. Each micro-batch's forward and backward use
 the same parameters. A rank has two steps in flight at most, so it keeps two *versions* of its parameters and of its
 gradient buffers, and one set of optimizer moments; this takes at least `pp` micro-batches a step. 16-bit types keep the
-masters of both versions too. `meshwright plan --explain` says the bytes.
+masters of both versions too. `meshwright plan JOB --cluster CLUSTER --explain` says the bytes.
 
 - **Clipping and the norm.** A rank says its squares when its gradients of step t are complete, and computes on; when
   all its forwards of step t+1 have run it hears the sum, clips by it and updates. No rank stops for it. With

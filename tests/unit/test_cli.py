@@ -209,7 +209,7 @@ def test_one_command_starts_and_goes_on(
 
 def test_resume_or_start_has_one_meaning(job: Path, out: Path, refuse: Refuse) -> None:
     assert refuse("train", job, "--out", out, "--resume", "--resume-or-start") == [
-        "--resume-or-start: resumes where there is a run; leave --resume out, or it out"
+        "--resume-or-start: resumes where there is a run else starts one; leave it or --resume out"
     ]
     (line,) = refuse("train", job, "--out", out, "--layout", "dp=2", "--resume-or-start",
                      *settings("sync.strategy=server"))  # fmt: skip

@@ -24,7 +24,7 @@ from meshwright.verbs import for_fewer_ranks
 
 def train(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
-    out: Annotated[Path, typer.Option(help="Directory of the run; must be new or empty unless --resume.")],
+    out: Annotated[Path, typer.Option(help="Directory of the run; new or empty, unless it goes on (--resume).")],
     layout: Annotated[str | None, typer.Option(help='Replaces the job\'s layout: "dp=2 tp=2"; auto: planned.')] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeatable.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
@@ -45,7 +45,7 @@ def train(
     if from_step is not None and not resume:
         raise InputError(f"--from-step: {from_step} is of a run that goes on; give --resume too")
     if resume and resume_or_start:
-        raise InputError("--resume-or-start: resumes where there is a run; leave --resume out, or it out")
+        raise InputError("--resume-or-start: resumes where there is a run else starts one; leave it or --resume out")
     place = detect_environment()
     # By torchrun, after a failure: from the last checkpoint, whichever it began from.
     again = resume_or_start or (place is not None and restarted())

@@ -22,7 +22,7 @@ def slow_level_problems(job: Job) -> Iterator[str]:
     if not legal:
         yield (
             f"sync.compression_level: slow compresses between nodes of several dp ranks each, but dp={layout.dp} "
-            f"makes no two such nodes under layout {layout}; use a dp such as 4, or level=all"
+            f"makes no two such nodes under layout {layout}; use a dp such as 4, or compression_level=all"
         )
     elif size is None:
         yield (
@@ -38,8 +38,8 @@ def slow_level_problems(job: Job) -> Iterator[str]:
     elif job.sync.compression == "powersgd":
         yield (
             f"sync.compression: powersgd needs whole matrices, but compression_level=slow gives each of the {inside} "
-            f"dp ranks of a node a piece of every buffer, which cuts them; use level=all, or zero=2 or 3 with "
-            f"shard={inside}, which keep rows whole"
+            f"dp ranks of a node a piece of every buffer, which cuts them; use compression_level=all, or zero=2 or 3 "
+            f"with shard={inside}, which keep rows whole"
         )
 
 
@@ -47,7 +47,7 @@ def _sharded(layout: Layout, size: int | None) -> Iterator[str]:
     if layout.shard_degree == layout.dp:
         yield (
             f"sync.compression_level: slow leaves the sum inside a copy of the state whole, but layout {layout} has "
-            "one copy; use a shard between 1 and dp, zero=0 with sync.node_size, or level=all"
+            "one copy; use a shard between 1 and dp, zero=0 with sync.node_size, or compression_level=all"
         )
     elif size is not None:
         yield (
