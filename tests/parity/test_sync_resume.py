@@ -174,6 +174,15 @@ def test_momentum_is_taken_from_the_optimizer_by_pieces(ranks: Ranks, tmp_path: 
     assert [start > 0 for start, _ in (found[0] for found in results)] == [False, True, False, True]
 
 
+@pytest.mark.parametrize(("before", "after"), [({"compression": "dgc"}, {}), ({}, {"compression": "dgc"})])
+def test_a_momentum_that_compression_keeps_begins_anew_elsewhere(
+    ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    ranks(2).run(train_and_save, job_of("dp=2", before, {}), str(tmp_path), 0, 3, [3])
+    losses = ranks(2).run(go_on, job_of("dp=2", after, {}), str(tmp_path), 4)
+    assert losses[0] == losses[1] and len(losses[0]) == 1
+
+
 def go_on(job: Job, folder: str, stop: int) -> list[float]:
     return [report.loss for report in train_and_save(job, folder, 3, stop, [])]
 

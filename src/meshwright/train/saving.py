@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import socket
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.folder import CHECKPOINTS, step_folder, steps, supersede_later
-from meshwright.checkpoint.load import load, read_tensor
+from meshwright.checkpoint.load import ALL_ROLES, load, read_tensor
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.placed import PlacedTensor, Role
 from meshwright.checkpoint.remote import copy_to_store
@@ -145,7 +146,8 @@ class Saver:
     def restore(self, path: Path) -> Manifest:
         """Take over everything a checkpoint holds; its layout may be any."""
         trainer = self.trainer
-        manifest = load(path, self.tensors(range(len(trainer.owned))), world=self.world)
+        boxes = self.tensors(range(len(trainer.owned)))
+        manifest = load(path, boxes, roles=self._roles(path), world=self.world)
         state = manifest.state
         check_samples(state, trainer.job.train.seed, self.scalars()["samples"])
         trainer.step_number = manifest.step
@@ -160,6 +162,17 @@ class Saver:
         trainer.publish()
         self.saved_step = manifest.step
         return manifest
+
+    def _roles(self, path: Path) -> tuple[Role, ...]:
+        """What to load: all, but for the momentum of SGD where a compressor had it or has it now; it begins anew."""
+        here = there = "momentum" in self.trainer.optimizer.state()
+        if self.world.rank == 0 and self.trainer.job.optimizer.momentum:
+            with contextlib.suppress(CheckpointError):  # which loading says on all ranks
+                manifest = read_manifest(path)
+                if manifest.optimizer.get("momentum"):
+                    there = any(key.startswith("momentum/") for key in manifest.tensors)
+        kept = self.world.broadcast(here == there)
+        return tuple(role for role in ALL_ROLES if kept or role != "momentum")
 
     @torch.no_grad()
     def _restore_previous(self, path: Path, manifest: Manifest) -> None:
