@@ -225,7 +225,8 @@ def for_fewer_ranks(job: Job, ranks: int) -> Job | None:
     if nearby is None or job.cluster.machines is None or job.layout.delayed:
         return nearby
     try:
-        found = plan(job, ranks=nearby.layout.ranks, top=1)
+        # What of [sync] does not go with so few ranks nearby may not go with any layout of theirs.
+        found = plan(job.model_copy(update={"sync": nearby.sync}), ranks=nearby.layout.ranks, top=1)
         if not found.fits:
             return nearby
         return nearby.with_layout(parse_layout(found.layouts[0].layout), source="planned").resolve()

@@ -111,6 +111,18 @@ def test_no_replacement_left_means_fewer_ranks_and_then_all_again(begin: Begin, 
 
 
 @pytest.mark.all
+def test_the_last_of_two_ranks_goes_on_without_compression(begin: Begin, job: Path) -> None:
+    out = job.parent / "alone"
+    pairs = settings("recovery.replacements=0", "sync.compression=int8", "model.vocabulary=512", "model.hidden=64")
+    errors = finish(begin("train", job, "--out", out, *RUN, *pairs, *injected("kill rank=1 step=15 phase=forward")))
+    (changed,) = events(out, "layout-changed")
+    assert (changed["ranks"], changed["set_back"]) == (1, {"sync.compression": "int8"})
+    assert "without sync.compression (was int8): sync.compression: int8 has nothing to send with dp=1" in errors
+    assert [event["step"] for event in events(out, "resumed")] == [10], "residuals are on the disk alone"
+    assert len(course(out)) == 40
+
+
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("pairs", "source", "least"),
     [

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.position import Position
+from meshwright.job.job import Job
 from meshwright.job.recovery_section import RecoverySection
 from meshwright.recovery.alerts import Alerts
 from meshwright.recovery.budget import Budget
 from meshwright.recovery.endings import last_lines
 from meshwright.recovery.goodput import Goodput
 from meshwright.recovery.incident import Incident, where
+from meshwright.recovery.shrink import set_back
 from meshwright.recovery.stragglers import Straggler
 
 
@@ -56,6 +58,16 @@ class Reporting:
         self.event(
             "restarting", step=step, source=source, lost_steps=max(0, lost_steps), restarts_without_a_step=budget.used
         )
+
+    def layout_changed(self, planned: Job, job: Job, ranks: int) -> None:
+        """The ranks go on under another layout; with what of the ``planned`` job's [sync] set back, and why."""
+        keys, why = set_back(planned, job)
+        said = {"set_back": keys, "because": why} if keys else {}
+        self.event("layout-changed", layout=str(job.layout), ranks=ranks, **said)
+        if keys:
+            were = ", ".join(f"{key} (was {value})" for key, value in keys.items())
+            line = f"going on under layout {job.layout} ({ranks} of {planned.layout.ranks} ranks), without {were}"
+            print(f"{line}: {'; '.join(why)}", file=sys.stderr, flush=True)
 
     def recovered(self, step: int, since_failure: float, since_known: float, ranks: int, best: int) -> None:
         """The first step after a failure is done; ``best`` is the furthest that was done before it."""

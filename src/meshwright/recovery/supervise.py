@@ -388,7 +388,7 @@ class Supervisor:
         self.job = job
         replace_text(self.plan.run_directory / "job.toml", job.to_toml())
         if self.report is not None:
-            self.report.event("layout-changed", layout=str(job.layout), ranks=ranks)
+            self.report.layout_changed(self.plan.job or job, job, ranks)
 
     def _state_arguments(self, folder: Path, incident: Incident) -> list[str]:
         """What tells the ranks where to go on: the newest of memory and disk, or the beginning."""
