@@ -233,9 +233,10 @@ def test_factors_of_the_learning_rate() -> None:
     assert factor("inverse-root", 3) == pytest.approx(1 / math.sqrt(4))
 
 
-@pytest.mark.parametrize("rule", ["inverse", "inverse-root"])
-def test_a_stale_push_is_applied_at_the_rule_s_rate(rule: Any) -> None:
-    run = network(plan(workers=3, pushes=3, staleness=rule), arrival(3), seed=2)
+@pytest.mark.parametrize(("rule", "pushes"), [("inverse", 3), ("inverse-root", 3), ("inverse", 1)])
+def test_a_stale_push_is_applied_at_the_rule_s_rate(rule: Any, pushes: int) -> None:
+    """With one push a step (dp=1), too: more workers than that may be started by hand."""
+    run = network(plan(workers=3, pushes=pushes, staleness=rule), arrival(pushes), seed=2)
     notes = run.run()
     assert {max(update.staleness) for update in notes.updates} > {0}
     for update in notes.updates:

@@ -307,7 +307,7 @@ class Coordinator:
         step = (update.number - 1) // self.plan.pushes
         stale = max(update.staleness)
         update.norm = norm
-        update.rate = self.plan.rate(step) * (factor(self.plan.staleness, stale) if self.plan.pushes > 1 else 1.0)
+        update.rate = self.plan.rate(step) * factor(self.plan.staleness, stale)
         if math.isfinite(norm) and math.isfinite(loss):
             limit = self.plan.clip_norm
             update.factor = (1.0 if limit is None or not norm > limit else limit / norm) / divisor
