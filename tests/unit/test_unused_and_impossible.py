@@ -14,6 +14,9 @@ from meshwright.observe.progress import _time
 from meshwright.sync.server.sockets import listen
 from tests.command_line import refused, settings, write_job
 
+WIDE = ("model.vocabulary=512", "model.hidden=64")
+"""Enough parameters to be worth compressing."""
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
@@ -44,6 +47,19 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["recovery.alert_webhook=ftp://host/x"], 'recovery.alert_webhook: "ftp://host/x" is no URL to post to;'),
         (["recovery.alert_command= "], 'recovery.alert_command: "" is no command; give one, or leave it out'),
         (["checkpoint.copy_to=file:///proc/nowhere"], "checkpoint.copy_to: file:///proc/nowhere cannot be written ("),
+        (["recovery.digest_every=2", "sync.strategy=local", "sync.period=2"],
+         "recovery.digest_every: 2 compares replicas that hold the same, but with sync.strategy=local they train"),
+        (["recovery.memory_every=2", "sync.strategy=easgd", "sync.period=2"],
+         "recovery.memory_every: 2 copies parameters and moments, but with sync.strategy=easgd each rank has more"),
+        (["recovery.memory_every=2", "sync.compression=int8", *WIDE],
+         "recovery.memory_every: 2 copies parameters and moments, but with sync.compression=int8 each rank has more"),
+        (["recovery.outlier=9.0", "recovery.replay=true", "sync.compression=bf16", *WIDE],
+         "recovery.outlier: 9 looks at each rank's own gradients as they are summed, which sync.compression=bf16 does "
+         "not show; leave it and recovery.replay out, or use compression=none"),
+        (["recovery.outlier=9.0", "sync.strategy=local", "sync.period=2"],
+         "recovery.outlier: 9 looks at each rank's own gradients as they are summed, which sync.strategy=local does"),
+        (["recovery.outlier=9.0", "train.deterministic=true"],
+         "recovery.outlier: 9 looks at each rank's own gradients as they are summed, which train.deterministic=true"),
         (['fault.inject=["nan rank=0 step=2 micro_batch=7"]'],
          'fault.inject: "nan rank=0 step=2 phase=backward micro_batch=7": micro-batches of a rank and step: 1;'),
     ],

@@ -100,6 +100,7 @@ def test_refusals(layout: str, settings: tuple[str, ...], words: str) -> None:
         ("dp=8 tp=2", ("sync.compression=sign", SLOW, "sync.node_size=8")),
         ("dp=4 shard=1 zero=1", (*DGC, SLOW, "sync.node_size=2")),
         ("dp=4 shard=2", LOCAL),
+        ("dp=2", (*DGC, "recovery.digest_every=5")),
         ("dp=4", (*LOCAL, "sync.group_size=2", "sync.group_period=4")),
         ("dp=4 shard=2 zero=3", ("sync.strategy=diloco", "sync.fragments=4", "sync.overlap=3")),
     ],

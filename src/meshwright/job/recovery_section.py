@@ -38,11 +38,14 @@ class RecoverySection(Section):
     memory: bool = True
     """Take the state from the memory of living replicas, where they hold all of it, rather than from the disk."""
     memory_every: PositiveInt | None = None
-    """Steps between copies of the state into memory that outlives its rank; absent: none."""
+    """Steps between copies of the state into memory that outlives its rank; absent: none. Not with compression or
+    replicas that train apart."""
     digest_every: PositiveInt | None = None
-    """Steps between comparisons of what replicas hold, bit by bit, and before each checkpoint; absent: never."""
+    """Steps between comparisons of what replicas hold, bit by bit, and before each checkpoint; absent: never. Not with
+    replicas that train apart."""
     outlier: Above1 | None = None
-    """A rank whose gradient norm is more than so many times the median of its replicas' is reported; absent: never."""
+    """A rank whose gradient norm is more than so many times the median of its replicas' is reported; absent: never.
+    Not with compression, replicas that train apart or in deterministic mode."""
     replay: bool = False
     """A step with such a rank is computed again from the same state, and must come to the same gradients."""
     straggler_score: Score = 0.5

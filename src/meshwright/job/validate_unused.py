@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.job.job import Job
+from meshwright.job.validate_less_often import apart
 from meshwright.job.validate_server import unread_by_servers
 
 
@@ -32,3 +33,33 @@ def unused_problems(job: Job) -> Iterator[str]:
             "or use interval=auto"
         )
     yield from unread_by_servers(job)
+    yield from _unwatched(job)
+
+
+def _unwatched(job: Job) -> Iterator[str]:
+    """Keys of [recovery] that rest on replicas being alike, or on gradients of a rank's own, where there are none."""
+    sync, recovery = job.sync, job.recovery
+    if sync.strategy == "server":
+        return  # said of [recovery] as a whole
+    if apart(job):
+        if recovery.digest_every is not None:
+            yield (
+                f"recovery.digest_every: {recovery.digest_every} compares replicas that hold the same, but with "
+                f"sync.strategy={sync.strategy} they train apart; leave it out, or use strategy=all-reduce"
+            )
+        why, instead = f"sync.strategy={sync.strategy}", "strategy=all-reduce"
+    elif sync.compression != "none":
+        why, instead = f"sync.compression={sync.compression}", "compression=none"
+    else:
+        why, instead = "train.deterministic=true", "deterministic=false"
+    if recovery.memory_every is not None and (apart(job) or sync.compression != "none"):
+        yield (
+            f"recovery.memory_every: {recovery.memory_every} copies parameters and moments, but with {why} each rank "
+            f"has more of its own to go on from, which checkpoints alone hold; leave it out, or use {instead}"
+        )
+    if recovery.outlier is not None and (apart(job) or sync.compression != "none" or job.train.deterministic):
+        keys = "it and recovery.replay" if recovery.replay else "it"
+        yield (
+            f"recovery.outlier: {recovery.outlier:g} looks at each rank's own gradients as they are summed, which "
+            f"{why} does not show; leave {keys} out, or use {instead}"
+        )

@@ -67,10 +67,10 @@ class TrainingLoop:
             self.saver.resume_from_memory(state)
         elif resume:
             self.saver.resume()
-        # Other ways of synchronising keep state of a rank's own, which no replica and no copy in memory has; and where
-        # steps overlap, ranks are at no one step when one of them fails.
-        alike = job.sync.strategy == "all-reduce" and self.trainer.compressing is None and not job.layout.delayed
-        self.here = here if alike else None
+        # Replicas that train apart are not equal, and where steps overlap, ranks are at no one step when one fails.
+        # Compression keeps state of a rank's own, too, which no replica and no copy in memory has.
+        alike = job.sync.strategy == "all-reduce" and not job.layout.delayed
+        self.here = here if alike and self.trainer.compressing is None else None
         replicas = Replicas(self.saver)
         self.replicas = replicas if alike and replicas.any else None
         auto = job.batch.split == "auto"
