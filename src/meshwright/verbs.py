@@ -19,6 +19,7 @@ from meshwright.job.job import Job, load_job, run_job
 
 if TYPE_CHECKING:
     from meshwright.job.cluster import ClusterSpec
+    from meshwright.job.layout import Layout
     from meshwright.plan.answer import Plan
     from meshwright.plan.search import Progress
     from meshwright.prove.parity import Parity
@@ -172,7 +173,7 @@ def with_planned_layout(
     if not job.auto:
         return Planned(job)
     if run is not None and (run / "job.toml").exists():
-        return Planned(job.with_layout(run_job(run).layout, source=f"{run.name}/job.toml"))
+        return Planned(_with_planned(job, run_job(run).layout, f"{run.name}/job.toml"))
     measured = None
     if cluster is None and job.cluster.machines is None and launched_by is None:
         cluster = measured = _measured_machine(job, say)
@@ -181,7 +182,16 @@ def with_planned_layout(
         raise InputError(f"layout: auto finds none that fits; {nothing_fits(found)}")
     from meshwright.job.layout_text import parse_layout
 
-    return Planned(job.with_layout(parse_layout(found.layouts[0].layout), source="planned"), found, measured)
+    return Planned(_with_planned(job, parse_layout(found.layouts[0].layout), "planned"), found, measured)
+
+
+def _with_planned(job: Job, layout: Layout, source: str) -> Job:
+    """The job under a layout that was left to the planner, without sizes of [sync] that were for other layouts."""
+    from meshwright.job.validate_sync import unused_sizes
+
+    planned = job.with_layout(layout, source)
+    defaults = {key: type(job.sync).model_fields[key].default for key in unused_sizes(planned)}
+    return planned.model_copy(update={"sync": job.sync.model_copy(update=defaults)})
 
 
 def _measured_machine(job: Job, say: Callable[[str], None]) -> ClusterSpec | None:

@@ -22,7 +22,9 @@ LAYOUTS = ("dp=3", "dp=4 shard=2 zero=1", "dp=3 tp=2 zero=1", "dp=6 shard=3 zero
 
 
 def job_with(algorithm: str, layout: str, **others: dict[str, Any]) -> Job:
-    sync: dict[str, Any] = {"algorithm": algorithm} | ({} if algorithm in UNCHUNKED else {"chunk_bytes": 5000})
+    sync: dict[str, Any] = {"algorithm": algorithm}
+    if algorithm not in UNCHUNKED and ("zero" not in layout or "shard" in layout):  # else nothing is all-reduced
+        sync["chunk_bytes"] = 5000
     if algorithm in ("hierarchical", "leaders"):
         sync["node_size"] = 2
     return small_job(f"{layout} micro_batch=1", sync=sync, batch={"global_size": 12}, **others)

@@ -47,6 +47,7 @@ def quickstart(layout: str, *settings: str) -> Job:
         ("dp=4 shard=2 zero=2", SLOW, 3, "dp=3 zero=2", "compression_level"),
         ("dp=6 shard=2 zero=2", SLOW, 5, "dp=4 shard=2 zero=2", ""),
         ("dp=4", GROUPS, 3, "dp=3", "group_size group_period"),
+        ("dp=4 shard=2 zero=2", ("sync.algorithm=ring", "sync.chunk_bytes=512"), 3, "dp=3 zero=2", "chunk_bytes"),
         ("dp=2 tp=2", (INT8,), 3, "tp=2", "compression"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from meshwright.job.job import load_job
 DGC = ("sync.compression=dgc",)
 SLOW = "sync.compression_level=slow"
 LOCAL = ("sync.strategy=local",)
+RING = "sync.algorithm=ring"
 
 
 def refusal(layout: str, *settings: str) -> str:
@@ -78,6 +79,9 @@ def refusal(layout: str, *settings: str) -> str:
         ("dp=2", (*DGC, "sync.chunk_bytes=512"), "sync.chunk_bytes: 512 is not used by sync.compression=dgc"),
         ("dp=2", (*LOCAL, "sync.chunk_bytes=512"), "sync.chunk_bytes: 512 is not used by sync.strategy=local"),
         ("dp=2", ("sync.strategy=server", "sync.bucket_bytes=512"), "is not used by sync.strategy=server"),
+        ("dp=2 zero=2", ("sync.bucket_bytes=512",), "sync.bucket_bytes: 512 is not used with zero=2, which sums"),
+        ("dp=2 zero=3", ("sync.bucket_bytes=auto",), "sync.bucket_bytes: auto is not used with zero=3"),
+        ("dp=2 zero=1", (RING, "sync.chunk_bytes=512"), "sync.chunk_bytes: 512 cuts all-reduces, but with zero=1 over"),
         ("dp=2", ("sync.strategy=easgd", "sync.elasticity=0.6"), "use at most 0.5"),
         ("dp=2", ("sync.strategy=diloco", "sync.compression=powersgd"), "is not made for outer gradients"),
         ("dp=2", ("sync.strategy=diloco", "sync.compression=dgc", "sync.momentum_masking=false"), "leave it out"),
@@ -100,6 +104,8 @@ def test_refusals(layout: str, settings: tuple[str, ...], words: str) -> None:
         ("dp=8 tp=2", ("sync.compression=sign", SLOW, "sync.node_size=8")),
         ("dp=4 shard=1 zero=1", (*DGC, SLOW, "sync.node_size=2")),
         ("dp=4 shard=2", LOCAL),
+        ("dp=4 shard=2 zero=1", (RING, "sync.chunk_bytes=512", "sync.bucket_bytes=512")),
+        ("dp=4 shard=1 zero=2", (RING, "sync.chunk_bytes=512", "sync.bucket_bytes=512")),
         ("dp=2", (*DGC, "recovery.digest_every=5")),
         ("dp=4", (*LOCAL, "sync.group_size=2", "sync.group_period=4")),
         ("dp=4 shard=2 zero=3", ("sync.strategy=diloco", "sync.fragments=4", "sync.overlap=3")),

@@ -32,7 +32,7 @@ class SyncSection(CompressionKeys, LessOftenKeys, ServerKeys):
     node, tensor and pipeline ranks with them."""
     bucket_bytes: PositiveInt | Literal["auto"] | None = None
     """Gradients are summed in buckets of this size, in bytes, while backward runs; ``auto``: by the links of
-    ``cluster.machines``; absent: ``memory.bucket_bytes``."""
+    ``cluster.machines``; absent: ``memory.bucket_bytes``. With ``zero`` of 0 or 1."""
     chunk_bytes: Annotated[int, Field(ge=256)] = 4 * 2**20
     """Longer all-reduces go in chunks of so many bytes, whose messages and additions overlap; ``auto``, ``direct`` and
-    ``backend`` see to that themselves."""
+    ``backend`` see to that themselves. With ``zero`` of at least 1: sums over copies alone (``shard`` below ``dp``)."""

@@ -38,6 +38,24 @@ def _size_problems(sync: SyncSection) -> Iterator[str]:
         )
 
 
+def unused_sizes(job: Job) -> dict[str, str]:
+    """Sizes in [sync] that would have an effect under other layouts, but not this one: by key, in a sentence."""
+    sync, layout, found = job.sync, job.layout, dict[str, str]()
+    if layout.zero == 0 or layout.shard_degree == 1:
+        return found
+    if sync.bucket_bytes is not None and layout.zero >= 2:
+        found["bucket_bytes"] = (
+            f"sync.bucket_bytes: {sync.bucket_bytes} is not used with zero={layout.zero}, which sums the gradients of "
+            "each layer by themselves; leave it out, or use zero=0 or 1"
+        )
+    if sync.changed("chunk_bytes") and layout.shard_degree == layout.dp:
+        found["chunk_bytes"] = (
+            f"sync.chunk_bytes: {sync.chunk_bytes} cuts all-reduces, but with zero={layout.zero} over all {layout.dp} "
+            "dp ranks gradients are summed by reduce-scatters alone; leave it out, or use zero=0 or a shard below dp"
+        )
+    return found
+
+
 def _algorithm_problems(job: Job) -> Iterator[str]:
     sync, ranks = job.sync, job.layout.ranks
     if sync.algorithm in TWO_LEVEL_ALGORITHMS:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshwright.job.job import Job
 from meshwright.job.validate_less_often import apart
 from meshwright.job.validate_server import unread_by_servers
+from meshwright.job.validate_sync import unused_sizes
 
 
 def unused_problems(job: Job) -> Iterator[str]:
@@ -34,6 +35,7 @@ def unused_problems(job: Job) -> Iterator[str]:
         )
     yield from unread_by_servers(job)
     yield from _unwatched(job)
+    yield from unused_sizes(job).values()
 
 
 def _unwatched(job: Job) -> Iterator[str]:

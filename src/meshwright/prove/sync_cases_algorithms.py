@@ -27,7 +27,7 @@ def algorithm_cases() -> Iterator[tuple[Case, dict[str, Any]]]:
             for algorithm in ALGORITHMS:
                 layout = parse_layout(f"{degrees} {kind} micro_batch=1")
                 values: dict[str, Any] = {"algorithm": algorithm}
-                if algorithm not in UNCHUNKED:
+                if algorithm not in UNCHUNKED and (layout.zero == 0 or layout.replicas > 1):
                     values["chunk_bytes"] = 1 << 14
                 if algorithm in ("hierarchical", "leaders"):
                     values["node_size"] = max(2, layout.ranks // 2)
