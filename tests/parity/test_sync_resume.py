@@ -91,6 +91,16 @@ def test_a_resumed_run_is_bit_equal(
     assert any(name.startswith("sync/") for name in found) is remembers
 
 
+def test_a_sum_that_was_on_its_way_leaves_its_residuals(ranks: Ranks, tmp_path: Path) -> None:
+    """Of both stages: a checkpoint takes the sum in before its time, and the run that goes on is the resumed one."""
+    job = job_of("dp=2", {"strategy": "diloco", "period": 4, "overlap": 2, "compression": "int8"}, ADAMW)
+    whole = ranks(2).run(train_and_save, job, str(tmp_path / "a"), 0, 9, [3, 9])[0]
+    ranks(2).run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])
+    second = ranks(2).run(train_and_save, job, str(tmp_path / "b"), 3, 9, [9])[0]
+    assert second == whole[3:]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
 def waiting(job: Job, folder: str) -> dict[str, Any]:
     """On a rank that takes over a checkpoint: what it has not sent, by full name."""
     with Mesh(job.layout) as mesh:

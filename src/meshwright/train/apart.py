@@ -159,6 +159,8 @@ class Apart:
     def settle(self) -> None:
         """Take in what is on its way: a checkpoint holds nothing that travels."""
         if self.strategy.settle():
+            # The second stage of a compressed sum has only now found out what it leaves behind.
+            self.memories.settle(True)
             self._data_parallel.publish()
 
     def model(self) -> list[Tensor]:
