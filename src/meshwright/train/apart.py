@@ -140,8 +140,10 @@ class Apart:
             gradient.copy_(part)
 
     def after(self, step: int, tokens: int) -> None:
-        """Step ``step`` (from 1) has been applied; ``tokens`` valid ones of this replica. Meet if it is time.
+        """Step ``step`` (from 1) has ended; ``tokens`` valid ones of this replica, none if it was skipped.
 
+        Meet if it is time: meetings go by steps, so one in which nothing was learned neither moves a meeting nor leaves
+        a sum on its way.
         Parameters are not published yet: those of a meeting take the place of the step's own.
         """
         if self.synchronous(step - 1):

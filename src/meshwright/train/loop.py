@@ -28,7 +28,6 @@ from meshwright.recovery.handover import Here
 from meshwright.train.background_save import BackgroundSaver
 from meshwright.train.cadence import Cadence
 from meshwright.train.delayed import make_trainer
-from meshwright.train.loss_scale import SMALLEST_SCALE
 from meshwright.train.measured import LedgerRecorder
 from meshwright.train.replicas import Replicas
 from meshwright.train.resizing import Resizing
@@ -146,7 +145,7 @@ class TrainingLoop:
         if report.applied:
             return False
         facts = {"step": report.step, "loss": report.loss, "gradient_norm": report.gradient_norm}
-        if not self._must_stop(report):
+        if not self.trainer.must_stop(report):
             self._event("skipped", **facts)
             return False
         self._event("not-finite", **facts)
@@ -189,12 +188,6 @@ class TrainingLoop:
         evaluated = self.saver.world.broadcast(any("validation_loss" in row for row in rows))
         if self.trainer.step_number > self.saver.saved_step:
             self._after(report, evaluate=not evaluated)
-
-    def _must_stop(self, report: StepReport) -> bool:
-        """Whether a step that was not applied ends the run; a loss scale that is still falling does not."""
-        scale = self.trainer.loss_scale
-        overflow = scale.enabled and math.isfinite(report.loss) and report.loss_scale > SMALLEST_SCALE
-        return self.job.train.nonfinite == "stop" and not overflow
 
     def _why(self, report: StepReport) -> str:
         step = self.trainer.step_number

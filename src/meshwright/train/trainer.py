@@ -26,7 +26,7 @@ from meshwright.train.compressing import make_compressing, optimizer_momentum
 from meshwright.train.executor import Executor, LoopExecutor
 from meshwright.train.gradient_norms import GradientNorms
 from meshwright.train.learning_rate import learning_rate
-from meshwright.train.loss_scale import LossScale
+from meshwright.train.loss_scale import SMALLEST_SCALE, LossScale
 from meshwright.train.norm import OrderFreeSquares, clip_coefficient, local_peak, local_square_sum
 from meshwright.train.optimizer import SGD, AdamW, State, make_optimizer
 
@@ -155,12 +155,18 @@ class Trainer:
             report = StepReport(self.step_number, loss, norm, rate, finite, valid, scale, stop)
             self.last_report = report
             holds_state(self.step_number)
-        if finite:
-            if self.apart is not None:
-                self.apart.after(self.step_number, mine)
+        if self.apart is not None and not self.must_stop(report):
+            self.apart.after(self.step_number, mine if finite else 0)
+        if finite or self.apart is not None:
             with phase("publish"):
                 self.data_parallel.publish()
         return report
+
+    def must_stop(self, report: StepReport) -> bool:
+        """Whether a step that was not applied ends the run; a loss scale that is still falling does not."""
+        scale = self.loss_scale
+        overflow = scale.enabled and math.isfinite(report.loss) and report.loss_scale > SMALLEST_SCALE
+        return not report.applied and self.job.train.nonfinite == "stop" and not overflow
 
     def _gradients(self, batches: list[Batch], divisor: float) -> list[Tensor | None]:
         """Forward and backward, and the sums over the dp ranks; the losses where they are known."""
