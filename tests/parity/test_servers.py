@@ -21,6 +21,7 @@ from meshwright.prove.pool import RankPool
 from meshwright.prove.server_run import rehearse
 from meshwright.prove.sync_cases_server import SERVER_CASES, server_proofs
 from meshwright.sync.server.rehearsal import Rehearsal
+from meshwright.train.optimizer import AdamW
 from meshwright.train.servers.compute import join_alone
 from meshwright.train.servers.records import RunRecords
 from meshwright.train.servers.shapes import Shapes, fingerprint
@@ -160,6 +161,25 @@ def test_the_servers_state_comes_back_from_a_checkpoint(tmp_path: Path, optimize
             each.update(0.1, 0.5)
         for mine, other in zip(store.state(), back.state(), strict=True):
             assert torch.equal(mine, other)
+
+
+def test_updates_that_left_the_second_moments_alone_stay_counted(tmp_path: Path) -> None:
+    """A run that goes on from 1-bit Adam's: also from its own checkpoints, and on a server that takes over."""
+    job = file_job(tmp_path, **{"optimizer.name": '"adamw"', "checkpoint.every": "1"})
+    shapes, out = Shapes(job), tmp_path / "run"
+    out.mkdir()
+    records = RunRecords(
+        job, out, open_corpora(job.data, job.model.vocabulary), begin=5, cursor=0,
+        progress=StepProgress(6, 0, shown=False), resumed=False, frozen_updates=3,
+    )  # fmt: skip
+    records.save(6, [fresh_store(shapes, shard).state() for shard in range(2)], 6, [])
+    records.close()
+    store = resumed_store(shapes, 0, out / "checkpoints" / "step-6")
+    assert isinstance(store.optimizer, AdamW)
+    assert (store.updates, store.optimizer.variance_steps) == (6, 3)
+    store.restore([tensor.clone() for tensor in store.state()], 8)
+    store.update(0.1, 1.0)
+    assert (store.updates, store.optimizer.variance_steps) == (9, 6)
 
 
 def test_a_job_has_one_fingerprint_and_another_job_another(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.checkpoint.folder import latest
 from meshwright.checkpoint.load import read_tensor, tensor_names
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.mesh import Mesh
 from meshwright.job.job import Job
 from meshwright.prove.pool import RankPool
@@ -191,6 +192,20 @@ def test_a_momentum_that_compression_keeps_begins_anew_elsewhere(
     ranks(2).run(train_and_save, job_of("dp=2", before, {}), str(tmp_path), 0, 3, [3])
     losses = ranks(2).run(go_on, job_of("dp=2", after, {}), str(tmp_path), 4)
     assert losses[0] == losses[1] and len(losses[0]) == 1
+
+
+def variance_steps(job: Job, folder: str, start: int) -> int:
+    """On a rank that goes on for a step: updates that moved the second moments, in the checkpoint after it."""
+    train_and_save(job, folder, start, start + 1, [start + 1])
+    return int(read_manifest(Path(folder) / "checkpoints" / f"step-{start + 1}").state["variance_steps"])
+
+
+def test_frozen_second_moments_stay_counted_after_one_bit_adam(ranks: Ranks, tmp_path: Path) -> None:
+    sync = {"compression": "one-bit-adam", "compression_warmup_steps": 1}
+    gentle = {**ADAMW, "eps": 0.1}  # after one step the second moments of most of the embedding are zero
+    ranks(2).run(train_and_save, job_of("dp=2", sync, gentle), str(tmp_path), 0, 3, [3])
+    plain = job_of("dp=2", {}, gentle)
+    assert [ranks(2).run(variance_steps, plain, str(tmp_path), start)[0] for start in (3, 4)] == [2, 3]
 
 
 def go_on(job: Job, folder: str, stop: int) -> list[float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -204,6 +204,12 @@ class SGD:
     def state(self) -> dict[str, list[Tensor]]:
         """The momentum buffers, if any."""
         return {"momentum": self._buffers} if self._momentum else {}
+
+
+def variance_steps(state: Mapping[str, Any]) -> int:
+    """Updates that moved AdamW's second moments, from the state in a checkpoint: all, where it says nothing of them."""
+    older = state.get("sync") or {}  # where it stood before: only while synchronisation had something to remember
+    return int(state.get("variance_steps", older.get("variance_steps", state["optimizer_steps"])))
 
 
 def make_optimizer(

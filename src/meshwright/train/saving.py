@@ -29,6 +29,7 @@ from meshwright.job.split import resumed_split
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.recovery.handover import State
+from meshwright.train.optimizer import AdamW, variance_steps
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.resumable import check_samples
 from meshwright.train.sync_state import SyncState
@@ -152,6 +153,8 @@ class Saver:
         check_samples(state, trainer.job.train.seed, self.scalars()["samples"])
         trainer.step_number = manifest.step
         trainer.optimizer.steps = int(state["optimizer_steps"])
+        if isinstance(trainer.optimizer, AdamW):
+            trainer.optimizer.variance_steps = variance_steps(state)
         trainer.loss_scale.value = float(state["loss_scale"]) if trainer.loss_scale.enabled else 1.0
         trainer.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         if self.loader is not None:
@@ -194,7 +197,10 @@ class Saver:
     def scalars(self) -> dict[str, Any]:
         """What comes back besides tensors."""
         trainer = self.trainer
-        extra = {"sync": self.sync.scalars()} if self.sync.used else {}
+        extra: dict[str, Any] = {"sync": self.sync.scalars()} if self.sync.used else {}
+        if isinstance(trainer.optimizer, AdamW):
+            # Also after 1-bit and 0/1 Adam: what was left out of the second moments stays so.
+            extra["variance_steps"] = trainer.optimizer.variance_steps
         return {
             "cursor": self.loader.cursor(trainer.step_number) if self.loader else 0,
             "seed": trainer.job.train.seed,

@@ -38,7 +38,6 @@ from meshwright.parallel.tied import tied_copies
 from meshwright.sync.compressed import CompressedReducer
 from meshwright.sync.memory import Memories, Memory
 from meshwright.train.apart import Apart
-from meshwright.train.optimizer import AdamW
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.trainer import Trainer
 
@@ -89,12 +88,8 @@ class SyncState:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """What comes back besides tensors; every replica is at the same counts, but for its tokens."""
-        optimizer = self._trainer.optimizer
-        found: dict[str, Any] = {"description": self.description()}
-        if isinstance(optimizer, AdamW):
-            found["variance_steps"] = optimizer.variance_steps
-        return found
+        """What comes back besides tensors."""
+        return {"description": self.description()}
 
     @property
     def used(self) -> bool:
@@ -187,9 +182,6 @@ class SyncState:
     def restore(self, path: Path, manifest: Manifest, world: World) -> None:
         """Take back what a checkpoint holds, after parameters and moments have been loaded."""
         saved = manifest.state.get("sync") or {}
-        optimizer = self._trainer.optimizer
-        if isinstance(optimizer, AdamW):
-            optimizer.variance_steps = int(saved.get("variance_steps", optimizer.steps))
         if self._trainer.apart is not None:
             self._trainer.apart.strategy.restart()
         if saved.get("description") == self.description():

@@ -41,15 +41,16 @@ class RunRecords:
         corpora: for the summary's figures.
         begin, cursor: steps and samples done before.
         progress: of the terminal.
+        frozen_updates: before this run, that left AdamW's second moments as they were.
     """
 
     def __init__(
         self, job: Job, run_dir: Path, corpora: Corpora, *, begin: int, cursor: int, progress: StepProgress,
-        resumed: bool,
+        resumed: bool, frozen_updates: int = 0,
     ) -> None:  # fmt: skip
         self.job, self.run_dir, self.corpora, self.progress = job, run_dir, corpora, progress
         self.shapes = Shapes(job)
-        self._begin, self._cursor = begin, cursor
+        self._begin, self._cursor, self._frozen_updates = begin, cursor, frozen_updates
         self._pushes = job.layout.dp if job.sync.server_mode == "asynchronous" else 1
         if resumed:
             for name in ("metrics.jsonl", UPDATES):
@@ -142,6 +143,7 @@ class RunRecords:
         state = {
             "cursor": cursor, "seed": self.job.train.seed, "samples": len(self.corpora.training),
             "optimizer_steps": updates, "loss_scale": 1.0, "loss_scale_good_steps": 0,
+            **({"variance_steps": updates - self._frozen_updates} if self.job.optimizer.name == "adamw" else {}),
             **({"returned": returned} if returned else {}),
         }  # fmt: skip
         every, number = self.job.checkpoint.drill_every, step // (self.job.checkpoint.every or step)

@@ -35,6 +35,7 @@ from meshwright.sync.server.protocol import VERSION, Run
 from meshwright.sync.server.replica import COORDINATOR
 from meshwright.sync.server.sockets import listen
 from meshwright.train.learning_rate import learning_rate
+from meshwright.train.optimizer import variance_steps
 from meshwright.train.resumable import check_samples
 from meshwright.train.servers.records import RunRecords
 from meshwright.train.servers.shapes import Shapes, fingerprint
@@ -66,6 +67,8 @@ class Begin:
     cursor: int = 0
     checkpoint: Path | None = None
     returned: Sequence[int] = ()
+    frozen_updates: int = 0
+    """Updates that left AdamW's second moments as they were."""
 
 
 def make_mode(job: Job, begin: Begin) -> Mode:
@@ -142,8 +145,9 @@ def train_with_servers(job: Job, run_dir: Path, *, resume: bool, quiet: bool) ->
         check_samples(verify(begin.checkpoint).state, job.train.seed, len(corpora.training))
     with StepProgress(job.train.steps, begin.step, shown=not quiet) as progress:
         records = RunRecords(
-            job, run_dir, corpora, begin=begin.step, cursor=begin.cursor, progress=progress, resumed=resume
-        )
+            job, run_dir, corpora, begin=begin.step, cursor=begin.cursor, progress=progress, resumed=resume,
+            frozen_updates=begin.frozen_updates,
+        )  # fmt: skip
         try:
             _Supervisor(job, run_dir, begin, records).run()
         finally:
@@ -162,7 +166,9 @@ def _resume_point(job: Job, run_dir: Path) -> Begin:
                 raise CheckpointError(f'{error}; --set checkpoint.damaged="previous" takes the one before') from None
             continue
         supersede_later(folder, step)
-        return Begin(step, int(manifest.state["cursor"]), path, manifest.state.get("returned", ()))
+        state = manifest.state
+        frozen = int(state["optimizer_steps"]) - variance_steps(state)
+        return Begin(step, int(state["cursor"]), path, state.get("returned", ()), frozen)
     raise CheckpointError(f"--resume: {folder} has no complete checkpoint that is not damaged; start again")
 
 

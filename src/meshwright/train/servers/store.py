@@ -19,7 +19,7 @@ from meshwright.parallel.owned import Owned
 from meshwright.sync.server.placement import Chunk
 from meshwright.train.initial_weights import load_weights
 from meshwright.train.norm import OrderFreeSquares, local_peak
-from meshwright.train.optimizer import AdamW, make_optimizer
+from meshwright.train.optimizer import AdamW, make_optimizer, variance_steps
 from meshwright.train.placement import placements
 from meshwright.train.servers.shapes import Shapes
 
@@ -36,6 +36,8 @@ class ShardStore:
     def __init__(self, shapes: Shapes, shard: int, values: Sequence[Tensor]) -> None:
         self.shapes = shapes
         self.owned = owned_ranges(shapes, shapes.shards[shard], values)
+        self.frozen_updates = 0
+        """Updates before this run that left the second moments as they were (1-bit Adam); none of ours does."""
         optimizer = shapes.job.optimizer
         self.optimizer = make_optimizer(
             self.owned,
@@ -55,7 +57,7 @@ class ShardStore:
     def updates(self, number: int) -> None:
         self.optimizer.steps = number
         if isinstance(self.optimizer, AdamW):
-            self.optimizer.variance_steps = number  # no step of ours leaves the second moments out
+            self.optimizer.variance_steps = number - self.frozen_updates
 
     def values(self) -> list[Tensor]:
         """Copies of the masters in the type of forward and backward."""
@@ -149,7 +151,9 @@ def resumed_store(shapes: Shapes, shard: int, checkpoint: Path) -> ShardStore:
         _read(manifest, shapes, piece, piece.master, "parameter")
         for role, tensors in store.optimizer.state().items():
             _read(manifest, shapes, piece, tensors[index], role)  # type: ignore[arg-type]
-    store.updates = int(manifest.state["optimizer_steps"])
+    updates = int(manifest.state["optimizer_steps"])
+    store.frozen_updates = updates - variance_steps(manifest.state)
+    store.updates = updates
     return store
 
 
