@@ -10,11 +10,13 @@ import pytest
 from meshwright.job.job import Job, load_job
 from meshwright.job.layout_text import parse_layout
 from meshwright.job.steady import steady_step
+from meshwright.ledger.compare import compare
 from meshwright.plan.predict import predict
 from meshwright.prove.check import proof_job
 from meshwright.prove.ledgers import hold_together, ranks_to_trace
 from meshwright.prove.matrix import Case
 from meshwright.prove.pool import RankPool
+from meshwright.prove.trace import trace
 
 Ranks = Callable[[int], RankPool]
 
@@ -44,6 +46,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp=4 pp=2 micro_batch=1", {"compression": "dgc", "compression_level": "slow", "node_size": 2}),
     ("dp=2 tp=2 micro_batch=2", {"compression": "dgc"}),
     ("dp=2 pp=2 micro_batch=2", {"compression": "sign"}),
+    ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 4, "overlap": 1}),
+    ("dp=2 micro_batch=4", {"strategy": "diloco", "period": 4, "overlap": 1, "fragments": 2, "compression": "int8"}),
 ]
 UNMARKED = 3
 
@@ -66,6 +70,25 @@ def test_ledgers_agree(ranks: Ranks, text: str, sync: dict[str, Any]) -> None:
     job = job_of(text, sync)
     found = hold_together(ranks(job.layout.ranks), job, text, ranks_to_trace(job.layout))
     assert [str(each) for each in found.differences if not each.agrees] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "operations"),
+    [
+        ({}, []),
+        ({"compression": "int8"}, ["all_gather"]),
+        ({"compression": "dgc"}, []),
+        ({"compression": "sign", "fragments": 2}, ["all_gather"]),
+    ],
+    ids=str,
+)
+def test_of_sums_that_travel_for_steps_the_rest_is_sent(changes: dict[str, Any], operations: list[str]) -> None:
+    """As predicted and as traced; that it is what a run sends is among the cases above."""
+    job = job_of("dp=2 micro_batch=4", {"strategy": "diloco", "period": 4, "overlap": 1, **changes})
+    predicted, traced = predict(job, backend="gloo"), trace(job, [1])
+    assert [str(each) for each in compare([predicted, traced]) if not each.agrees] == []
+    found = [send.operation for send in traced.ranks[0].sends if send.phase == "publish"]
+    assert found == operations
 
 
 def sent(sync: dict[str, Any]) -> int:

@@ -205,11 +205,16 @@ class Traffic:
         if transport.group.size() == 1:
             return
         if _inside is not None:
-            self.counts[_inside].wire += wire
+            self.add_wire(_inside, wire)
             return
         count = self.counts[self.axis_of(transport.group), transport.operation, current_phase()]
         count.payload, count.wire = count.payload + transport.payload, count.wire + wire
         count.messages += 1
+
+    def add_wire(self, key: Key, nbytes: int) -> None:
+        """Enter bytes that a collective put on the link."""
+        if key != _EARLIER:
+            self.counts[key].wire += nbytes
 
     def sends(self) -> tuple[Send, ...]:
         """The sums, in a fixed order."""
@@ -219,6 +224,8 @@ class Traffic:
         )
 
 
+_EARLIER: Key = ("", "", "")
+"""A collective that began when nothing was counted: all of it is of an earlier step."""
 _active: Traffic | None = None
 _inside: Key | None = None
 """The collective whose transport operations are being issued."""
@@ -238,7 +245,7 @@ def recording() -> bool:
 def moved(nbytes: int) -> None:
     """Enter bytes that went to other ranks without a transport operation, as wire bytes of the collective around."""
     if _active is not None and _inside is not None:
-        _active.counts[_inside].wire += nbytes
+        _active.add_wire(_inside, nbytes)
 
 
 @contextmanager
@@ -262,7 +269,7 @@ def operation(group: dist.ProcessGroup, name: str, payload: int) -> Iterator[Key
 def resumed(key: Key | None) -> Iterator[None]:
     """Enter what is sent inside as wire bytes of an operation that began earlier."""
     global _inside
-    before, _inside = _inside, key if _active is not None else None
+    before, _inside = _inside, (key or _EARLIER) if _active is not None else None
     try:
         yield
     finally:

@@ -224,15 +224,23 @@ def _remembered(job: Job, each: _Sum, *, again: bool, kind: str) -> int:
 
 
 def meeting(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
-    """What replicas send when all of them meet (streaming: the last fragment, if it does not travel meanwhile)."""
+    """What replicas send in the step in which all of them meet (streaming: the last fragment).
+
+    With ``overlap`` the sum began some steps before: of one in two stages only the way back is left.
+    """
     sync, ranks = job.sync, replica_count(job.layout)
-    if not apart(job) or sync.overlap:
+    if not apart(job):
         return
     elements = _meeting_elements(job, place)
     if not elements:
         return
     w = place.wide_bytes
     axis, index = meeting_place(job, place)
+    if sync.overlap:
+        if sync.compression not in ("none", "dgc"):
+            *_, back = _two_stages(job, _outer_sum(elements, axis, ranks), w)
+            yield replace(back, phase="publish")
+        return
     if sync.strategy != "easgd":
         wired = wire.all_reduce(1, _COUNT_BYTES, ranks, backend, index=index)
         yield Sent(axis, "all_reduce", "publish", _COUNT_BYTES, wired, 1, "8 bytes: tokens of the replica")

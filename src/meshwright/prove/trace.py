@@ -62,7 +62,9 @@ def _trace_rank(job: Job, rank: int) -> RankLedger:
         trainer = make_trainer(job.model_copy(update={"train": uncompiled}), mesh, abstract=True)
         with NoValues():
             _do_first_things(trainer, job, micro_batches)
-            trainer.step_number = steady_step(job, 1) - 1
+            counted = steady_step(job, 1)
+            _begin_sums(trainer, job, counted)
+            trainer.step_number = counted - 1
             instruments = instruments_for(trainer)
             with instruments.counting() as recorder:
                 if job.layout.delayed:
@@ -81,6 +83,13 @@ def _do_first_things(trainer: Trainer, job: Job, micro_batches: int) -> None:
         # The first forward pass makes FSDP2's gather buffers; the last line frees them again.
         trainer.executor.evaluate(_batches(job, 1), 1.0)
         trainer.data_parallel.publish()
+
+
+def _begin_sums(trainer: Trainer, job: Job, counted: int) -> None:
+    """Where outer gradients travel for some steps: what the steps before the counted one have sent on its way."""
+    if trainer.apart is not None:
+        for step in range(counted - job.sync.overlap, counted):
+            trainer.apart.after(step, 1)
 
 
 @contextmanager
