@@ -91,6 +91,14 @@ def test_of_sums_that_travel_for_steps_the_rest_is_sent(changes: dict[str, Any],
     assert found == operations
 
 
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_every_fragment_is_padded_by_itself(compression: str) -> None:
+    """Three replicas divide few numbers of elements; the shared model, its momentum and residuals are as held."""
+    sync = {"strategy": "diloco", "period": 4, "fragments": 4, "compression": compression}
+    job = job_of("dp=3 micro_batch=4", sync)
+    assert predict(job, backend="gloo").ranks[1].stores.optimizer == trace(job, [1]).ranks[0].stores.optimizer
+
+
 def sent(sync: dict[str, Any]) -> int:
     entry = predict(job_of("dp=2 micro_batch=4", sync), backend="gloo").ranks[0]
     return sum(send.payload for send in entry.sends if send.phase == "reduce")

@@ -272,9 +272,7 @@ def _meeting_elements(job: Job, place: Place) -> int:
     counts = [piece.count for unit in _in_order(job, place) for piece in unit.ranges()]
     if job.sync.strategy == "local" and job.sync.average == "state":
         return sum(counts) * (1 + (2 if job.optimizer.name == "adamw" else int(job.optimizer.momentum > 0)))
-    if job.sync.fragments == 1:
-        return sum(counts)
-    return _last_fragment(counts, job.sync.fragments)
+    return _fragment_sizes(counts, job.sync.fragments)[-1]
 
 
 def _in_order(job: Job, place: Place) -> Iterator[Bucket | Group]:
@@ -291,14 +289,13 @@ def _in_order(job: Job, place: Place) -> Iterator[Bucket | Group]:
             yield Bucket(tensors, divided, 1)
 
 
-def _last_fragment(counts: Sequence[int], fragments: int) -> int:
-    """Elements of the last of consecutive lists of ranges, each range in the list its middle falls in."""
-    total, before, found = sum(counts), 0, 0
+def _fragment_sizes(counts: Sequence[int], fragments: int) -> list[int]:
+    """Elements of consecutive lists of ranges, each range in the list its middle falls in."""
+    total, before, sizes = sum(counts), 0, [0] * fragments
     for count in counts:
-        if min(fragments - 1, (before + count // 2) * fragments // max(total, 1)) == fragments - 1:
-            found += count
+        sizes[min(fragments - 1, (before + count // 2) * fragments // max(total, 1))] += count
         before += count
-    return found
+    return sizes
 
 
 def shared_bytes(job: Job, place: Place) -> int:
@@ -309,7 +306,18 @@ def shared_bytes(job: Job, place: Place) -> int:
     owned = sum(unit.owned * unit.times for unit in units(job, place))
     if job.sync.strategy == "easgd":
         return w * owned
-    total = 2 * (owned + -owned % ranks)
-    if job.sync.compression != "none":
-        total += 2 * _remembered(job, _outer_sum(owned, "", ranks), again=False, kind=job.sync.compression)
+    total = 0
+    for size in _fragments(job, place, owned):  # each padded by itself
+        total += 2 * (size + -size % ranks)
+        if job.sync.compression != "none":
+            total += 2 * _remembered(job, _outer_sum(size, "", ranks), again=False, kind=job.sync.compression)
     return w * total
+
+
+def _fragments(job: Job, place: Place, owned: int) -> list[int]:
+    """Elements of each fragment of the ``owned`` ones; of one fragment without a look at every range."""
+    if job.sync.fragments == 1:
+        return [owned]
+    return _fragment_sizes(
+        [piece.count for unit in _in_order(job, place) for piece in unit.ranges()], job.sync.fragments
+    )
