@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.job.adam_rounds import full_round
 from meshwright.job.job import run_job
 from meshwright.plan.predict import predict
-from meshwright.sync.compress_adam import full_round
 from tests.cluster.hosts import ROOT, TwoHosts
 
 RANKS, PER_HOST = 4, 2

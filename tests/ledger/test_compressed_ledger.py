@@ -126,3 +126,10 @@ def test_the_recorded_step_is_a_steady_one() -> None:
         )
     ]
     assert steps == [3, 11, 18, 5, 8]
+
+
+@pytest.mark.parametrize(("warmup", "least", "step"), [(18, 3, 20), (0, 1, 18), (0, 21, 22), (0, 53, 54), (60, 3, 62)])
+def test_no_full_round_of_zero_one_adam_is_a_steady_step(warmup: int, least: int, step: int) -> None:
+    """Counted from 0, steps 0 to 16, then 18, 20, ..., 48, then 52, 56, ... exchange whole gradients."""
+    sync = {"compression": "zero-one-adam", "compression_warmup_steps": warmup}
+    assert steady_step(job_of("dp=2 micro_batch=4", sync), least) == step

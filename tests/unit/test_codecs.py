@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.comm.copies import Span
+from meshwright.job.adam_rounds import full_round
 from meshwright.sync.codec import Codec, pack_bits, packed_bytes, unpack_bits
-from meshwright.sync.compress_adam import full_round
 from meshwright.sync.compress_blocks import BlockScaled
 from meshwright.sync.compress_cast import Cast
 from meshwright.sync.compress_dgc import kept_count, sparsity_at

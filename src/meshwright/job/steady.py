@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.job.adam_rounds import full_round
 from meshwright.job.job import Job
 from meshwright.job.validate_less_often import apart
-
-_REFRESHES = 16
-"""0/1 Adam sums whole gradients in its first 17 steps and in every other one afterwards."""
 
 
 def steady_step(job: Job, least: int) -> int:
@@ -18,4 +16,7 @@ def steady_step(job: Job, least: int) -> int:
     if sync.compression == "none":
         return least
     least = max(least, sync.compression_warmup_steps + 1)
-    return max(least, _REFRESHES + 2) if sync.compression == "zero-one-adam" else least
+    if sync.compression == "zero-one-adam":  # its whole gradients come back, ever more rarely, after the warm-up
+        while full_round(sync.compression, least - 1, sync.compression_warmup_steps):
+            least += 1
+    return least

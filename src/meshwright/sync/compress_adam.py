@@ -18,7 +18,6 @@ The update is Adam's own. What the optimizer is handed in a 1-bit round is the g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
 import torch.distributed as dist
@@ -26,29 +25,10 @@ from torch import Tensor
 
 from meshwright.comm.copies import Span
 from meshwright.comm.operations import Operations, sum_in_place
+from meshwright.job.adam_rounds import full_round
 from meshwright.sync.compress_sign import Sign
 from meshwright.sync.memory import Memories
 from meshwright.sync.two_stage import TwoStage
-
-REFRESHES_BEFORE_DOUBLING = 16
-"""0/1 Adam: so many full rounds, then the distance between them doubles (the paper's kappa)."""
-
-
-def full_round(kind: Literal["one-bit-adam", "zero-one-adam"], step: int, warmup_steps: int) -> bool:
-    """Whether step ``step`` (from 0) exchanges whole gradients and updates the variance."""
-    if kind == "one-bit-adam":
-        return step < warmup_steps
-    return step < warmup_steps or step in _refreshes(max(1024, 1 << step.bit_length()))
-
-
-@lru_cache(maxsize=8)
-def _refreshes(limit: int) -> frozenset[int]:
-    """Full rounds of 0/1 Adam before step ``limit``."""
-    steps, step = [], 0
-    while step < limit:
-        steps.append(step)
-        step += 2 ** ((len(steps) - 1) // REFRESHES_BEFORE_DOUBLING)
-    return frozenset(steps)
 
 
 class OneBitMomentum:
