@@ -111,7 +111,7 @@ def waiting(job: Job, folder: str) -> dict[str, Any]:
         shapes = dict(job.model_spec.parameters())
         found: dict[str, Any] = {}
         for box in saver.sync.tensors():
-            if box.name.startswith("residual/"):
+            if box.name.startswith(("residual/", "outer/")):
                 add(found, box.name, box.tensor.numpy(), shapes)
     return found
 
@@ -138,14 +138,36 @@ def add(found: dict[str, Any], key: str, values: Any, shapes: dict[str, tuple[in
     ],
 )
 def test_another_dp_keeps_the_sum(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    old, new = job_by_nodes(before), job_by_nodes(after)
+    keeps_the_sum(ranks, tmp_path, job_by_nodes(before), job_by_nodes(after))
+
+
+OUTER = {"strategy": "diloco", "period": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "compression"),
+    [
+        ("dp=2", "dp=4 shard=2 zero=1", "int8"),
+        pytest.param("dp=4 shard=2 zero=3", "dp=2", "sign", marks=pytest.mark.all),
+        pytest.param("dp=2 tp=2", "dp=4", "bf16", marks=pytest.mark.all),
+        pytest.param("dp=4 shard=2", "dp=2 tp=2", "fp16", marks=pytest.mark.all),
+    ],
+)
+def test_another_layout_keeps_the_sum_of_outer_residuals(
+    ranks: Ranks, tmp_path: Path, before: str, after: str, compression: str
+) -> None:
+    old = job_of(before, {**OUTER, "compression": compression, "fragments": 3}, ADAMW)
+    keeps_the_sum(ranks, tmp_path, old, job_of(after, {**OUTER, "compression": compression}, ADAMW))
+
+
+def keeps_the_sum(ranks: Ranks, tmp_path: Path, old: Job, new: Job) -> None:
     ranks(old.layout.ranks).run(train_and_save, old, str(tmp_path), 0, 3, [3])
     path = latest(tmp_path / "checkpoints")
     assert path is not None
     expected: dict[str, Any] = {}
     shapes = dict(old.model_spec.parameters())
     for name in tensor_names(path, "sync"):
-        if name.startswith("residual/"):
+        if name.startswith(("residual/", "outer/")):
             add(expected, name, read_tensor(path, name, "sync").numpy(), shapes)
     assert expected.keys() == shapes.keys()
     found: dict[str, Any] = {}

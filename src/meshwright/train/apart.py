@@ -87,16 +87,19 @@ class Apart:
         self._masters = [piece.master for piece in owned]
         self._near: dist.ProcessGroup | None = None
         self.memories = Memories()
-        """Residuals of compressed outer gradients."""
-        self.strategy = self._strategy(optimizer, mesh)
+        """Residuals of compressed outer gradients, by fragment."""
+        self.fragments: dict[str, list[Owned]] = {}
+        """What meets together; consecutive ranges."""
+        self.strategy = self._strategy(owned, optimizer, mesh)
 
-    def _strategy(self, optimizer: Optimizer, mesh: Mesh) -> Strategy:
+    def _strategy(self, owned: Sequence[Owned], optimizer: Optimizer, mesh: Mesh) -> Strategy:
         sync = self._job.sync
         if sync.strategy == "easgd":
             strength = sync.elasticity if sync.elasticity is not None else ELASTICITY / self.replicas
             return Easgd(self._masters, self.group, sync.period, strength)
         if sync.strategy == "diloco":
-            fragments = cut(self._masters, sync.fragments)
+            fragments, pieces = cut(self._masters, sync.fragments), iter(owned)
+            self.fragments = {str(index): [next(pieces) for _ in each] for index, each in enumerate(fragments)}
             return DiLoCo(
                 fragments,
                 self.group,
