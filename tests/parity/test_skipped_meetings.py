@@ -49,6 +49,34 @@ def states(job: Job, bad_step: int) -> list[tuple[bool, bool, bool]]:
         return found
 
 
+def published_when_settled(job: Job) -> tuple[int, int]:
+    """On a rank: how often it publishes while it takes in what was on its way; how many fragments it owns part of."""
+    with Mesh(job.layout) as mesh:
+        trainer = Trainer(job, mesh)
+        trainer.step(my_batches(job, mesh, 0))
+        assert trainer.apart is not None
+        publish, calls = trainer.data_parallel.publish, 0
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            publish()
+
+        trainer.data_parallel.publish = counted  # type: ignore[method-assign]
+        trainer.apart.settle()
+        return calls, sum(bool(pieces) for pieces in trainer.apart.fragments.values())
+
+
+@pytest.mark.all
+def test_all_ranks_of_a_replica_publish_together(ranks: Callable[[int], RankPool]) -> None:
+    """Also where what was on its way is all of one rank of a replica, and none of another."""
+    sync = {"strategy": "diloco", "period": 64, "fragments": 32, "overlap": 1}
+    job = small_job("dp=4 shard=2 zero=1", sync=sync, memory={"bucket_bytes": 1 << 26}, train={"steps": 64})
+    found = ranks(4).run(published_when_settled, job)
+    assert [calls for calls, _ in found] == [1] * 4
+    assert min(parts for _, parts in found) < 32
+
+
 def run(ranks: Callable[[int], RankPool], sync: dict[str, Any], nonfinite: str, bad_step: int, steps: int) -> Any:
     job = small_job("dp=2", sync=sync, train={"nonfinite": nonfinite, "steps": steps})
     return ranks(2).run(states, job, bad_step)[0]

@@ -137,13 +137,12 @@ class DiLoCo:
         """The shared model."""
         return [part for fragment in self._fragments for part in fragment.flat.parts(fragment.shared)]
 
-    def settle(self) -> bool:
-        """Take in what is on its way, early: a checkpoint holds nothing that travels. Whether anything was."""
-        travelling = [fragment for fragment in self._fragments if fragment.under_way is not None]
-        for fragment in travelling:
-            self._take(fragment)
-            fragment.early = True
-        return bool(travelling)
+    def settle(self) -> None:
+        """Take in what is on its way, early: a checkpoint holds nothing that travels."""
+        for fragment in self._fragments:
+            if fragment.under_way is not None:
+                self._take(fragment)
+                fragment.early = True
 
     def restart(self) -> None:
         """The shared model starts from the replica's parameters, without momentum."""

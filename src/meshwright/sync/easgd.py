@@ -59,9 +59,8 @@ class Easgd:
         """The center."""
         return self._flat.parts(self._center)
 
-    def settle(self) -> bool:
+    def settle(self) -> None:
         """Nothing is ever on its way."""
-        return False
 
     def restart(self) -> None:
         """The center starts from the replica's parameters."""

@@ -81,9 +81,8 @@ class LocalSgd:
         flat = Flat(self._values, 1)
         return flat.parts(self._mean(flat, self.levels[-1])) if flat.count else []
 
-    def settle(self) -> bool:
+    def settle(self) -> None:
         """Nothing is ever on its way."""
-        return False
 
     def restart(self) -> None:
         """Replicas start alike."""

@@ -45,8 +45,8 @@ class Strategy(Protocol):
     def model(self) -> list[Tensor]:
         """The model that the replicas stand for, in the order of the owned ranges."""
 
-    def settle(self) -> bool:
-        """Take in what is on its way; whether parameters changed."""
+    def settle(self) -> None:
+        """Take in what is on its way."""
 
     def state(self) -> dict[str, list[Tensor]]:
         """What all replicas share besides their parameters, in the order of the owned ranges."""
@@ -163,10 +163,13 @@ class Apart:
 
     def settle(self) -> None:
         """Take in what is on its way: a checkpoint holds nothing that travels."""
-        if self.strategy.settle():
-            # The second stage of a compressed sum has only now found out what it leaves behind.
-            self.memories.settle(True)
-            self._data_parallel.publish()
+        if not self._job.sync.overlap:
+            return
+        self.strategy.settle()
+        # The second stage of a compressed sum has only now found out what it leaves behind.
+        self.memories.settle(True)
+        # All ranks of a replica together, also one that owns nothing of what was on its way.
+        self._data_parallel.publish()
 
     def model(self) -> list[Tensor]:
         """The model that the replicas stand for, by owned range."""
