@@ -20,6 +20,7 @@ from meshwright.prove.layout_run import Request
 from meshwright.prove.pool import RankPool
 from meshwright.prove.server_run import rehearse
 from meshwright.prove.sync_cases_server import SERVER_CASES, server_proofs
+from meshwright.sync.server.cursor import Position
 from meshwright.sync.server.rehearsal import Rehearsal
 from meshwright.train.optimizer import AdamW
 from meshwright.train.servers.compute import join_alone
@@ -126,15 +127,13 @@ def test_the_servers_state_comes_back_from_a_checkpoint(tmp_path: Path, optimize
     out = tmp_path / "run"
     out.mkdir()
     corpora = open_corpora(job.data, job.model.vocabulary)
-    records = RunRecords(
-        job, out, corpora, begin=0, cursor=0, progress=StepProgress(6, 0, shown=False), resumed=False
-    )
-    records.save(2, [store.state() for store in stores], 2, [])
+    records = RunRecords(job, out, corpora, begin=0, progress=StepProgress(6, 0, shown=False), resumed=False)
+    records.save(2, [store.state() for store in stores], 2, Position(24, (4, 16), 4))
     assert records.error is None
     records.close()
     checkpoint = out / "checkpoints" / "step-2"
     manifest = verify(checkpoint)
-    assert manifest.state["cursor"] == 2 * job.batch.global_size and manifest.state["optimizer_steps"] == 2
+    assert Position.of(manifest.state) == Position(24, (4, 16), 4) and manifest.state["optimizer_steps"] == 2
     # The same names and shapes as any layout's; other shards read it too.
     name = "layers.0.mlp.down.weight"
     assert read_tensor(manifest, name).shape == (32, 64)
@@ -169,10 +168,10 @@ def test_updates_that_left_the_second_moments_alone_stay_counted(tmp_path: Path)
     shapes, out = Shapes(job), tmp_path / "run"
     out.mkdir()
     records = RunRecords(
-        job, out, open_corpora(job.data, job.model.vocabulary), begin=5, cursor=0,
+        job, out, open_corpora(job.data, job.model.vocabulary), begin=5,
         progress=StepProgress(6, 0, shown=False), resumed=False, frozen_updates=3,
     )  # fmt: skip
-    records.save(6, [fresh_store(shapes, shard).state() for shard in range(2)], 6, [])
+    records.save(6, [fresh_store(shapes, shard).state() for shard in range(2)], 6, Position(0))
     records.close()
     store = resumed_store(shapes, 0, out / "checkpoints" / "step-6")
     assert isinstance(store.optimizer, AdamW)

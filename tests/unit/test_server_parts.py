@@ -23,7 +23,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.sync.server import protocol, sockets
 from meshwright.sync.server.client import Worker
 from meshwright.sync.server.coordinator import Coordinator
-from meshwright.sync.server.cursor import Cursor
+from meshwright.sync.server.cursor import Cursor, Position, passed_over
 from meshwright.sync.server.ledger import differences, predict
 from meshwright.sync.server.membership import Workers
 from meshwright.sync.server.node import Node, PassiveNode
@@ -330,6 +330,39 @@ def test_returned_ranges_come_first_and_none_twice() -> None:
     cursor.give_back(100)
     assert cursor.returned == [100, 110]
     assert [cursor.take() for _ in range(3)] == [100, 110, 130]
+    cursor.give_back(110)
+    assert Position.of(cursor.position.as_state()) == cursor.position == Position(140, (110,), 10)
+    assert Position.of(Position(140).as_state()) == Position(140)
+
+
+@pytest.mark.parametrize(
+    ("count", "firsts"),
+    [(4, (8, 20, 24, 28)), (2, (8, 10, 20, 22, 24, 26, 28, 30)), (8, (20,)), (3, (8, 20, 23, 26, 29)), (16, ())],
+)
+def test_what_came_back_is_cut_anew_without_a_sample_twice(count: int, firsts: tuple[int, ...]) -> None:
+    before = Position(40, (24, 8, 20, 28), 4)
+    after = before.cut(count)
+    assert (after.next, after.returned, after.waiting) == (40, firsts, count * len(firsts))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sync", "left"),
+    [
+        ("dp=3", {"backup_workers": 1}, 0),
+        ("dp=3", {"backup_workers": 2}, 4),
+        ("dp=2", {}, 12),
+        ("dp=2", {"server_mode": "asynchronous"}, 12),
+    ],
+)
+def test_what_a_job_cannot_hand_out_again_it_says(layout: str, sync: dict[str, object], left: int) -> None:
+    from meshwright.train.servers.run import Begin, first_ranges, make_mode
+
+    job = small_job(layout, sync={**SERVER, **sync})
+    position = Position(40, (8, 20, 24), 4)
+    assert position.waiting - first_ranges(job, position).waiting == left
+    mode = make_mode(job, Begin(5, position))
+    assert mode.position.next == 40 and mode.position.waiting == 12 - left
+    assert passed_over(left).startswith(f"{left} samples were dropped before the checkpoint and not handed out again; ")
 
 
 def test_the_closed_form_of_bytes_and_what_differs_from_it() -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.sync.server.modes import Mode, Work
+from meshwright.sync.server.cursor import Position
+from meshwright.sync.server.modes import Clocked, Mode, Work
 from meshwright.sync.server.protocol import Message
 from meshwright.sync.server.rehearsal import Notes, Rehearsal
 from meshwright.sync.server.staleness import factor, stability_limit
@@ -200,7 +201,43 @@ def test_backup_workers_drop_late_pushes_and_hand_their_samples_out_again() -> N
     firsts = [work.first for update in notes.updates for work in update.works]
     assert len(firsts) == len(set(firsts)) == 12
     # Handed out so far: the applied ones and those that are to come back first, no other.
-    assert sorted([*firsts, *notes.returned]) == list(range(len(firsts) + len(notes.returned)))
+    position = notes.position
+    assert position is not None and position.returned
+    assert sorted([*firsts, *position.returned]) == list(range(position.next))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_with_backup_workers_that_goes_on_trains_on_no_sample_twice_and_on_none_later_than_it_must(
+    seed: int,
+) -> None:
+    firsts: list[int] = []
+    position = Position(0)
+    for part in range(3):
+        mode = Clocked(
+            begin=3 * part, cursor=position.next, slots=3, workers=3, batch=8, enough=2, returned=position.returned
+        )
+        notes = network(plan(workers=3, begin=3 * part, steps=3 * part + 3), mode, seed=seed).run()
+        firsts += [work.first for update in notes.updates for work in update.works]
+        assert notes.position is not None
+        position = notes.position
+    assert position.count == 4 and position.returned
+    assert sorted([*firsts, *position.returned]) == list(range(0, position.next, 4))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_run_that_stops_at_once_says_where_the_next_begins(name: str) -> None:
+    """What came before the step that is not finite counts, what was begun beyond it does not."""
+
+    def poison(values: list[torch.Tensor], work: Work) -> list[torch.Tensor]:
+        return [torch.full_like(value, math.nan if work.clock == 1 else 1.0) for value in values]
+
+    mode, changes = MODES[name]
+    notes = network(plan(**changes), mode(), compute=lambda: Computing(poison), seed=4).run()
+    assert notes.end[0] is not None and notes.position is not None
+    applied = [work for update in notes.updates for work in update.works]
+    used = {at for work in applied for at in range(work.first, work.first + work.count)}
+    assert not used & set(notes.position.returned)
+    assert used | set(notes.position.returned) == set(range(notes.position.next))
 
 
 @pytest.mark.parametrize(("staleness", "limit"), [(0, 2.0), (1, 1.0), (2, 0.618), (4, 0.347)])

@@ -25,6 +25,7 @@ from meshwright.job.steady import steady_step
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, read_json_lines, truncate_after_step
 from meshwright.recovery.handover import Here
+from meshwright.sync.server.cursor import passed_over
 from meshwright.train.background_save import BackgroundSaver
 from meshwright.train.cadence import Cadence
 from meshwright.train.delayed import make_trainer
@@ -103,6 +104,8 @@ class TrainingLoop:
         with StepProgress(self.job.train.steps, self.start, shown=self._shown) as self.progress:
             if self._resumed:
                 self.progress.say(f"going on after step {self.start} under layout {self.job.layout}")
+                if self.saver.samples_passed_over:
+                    self.progress.say(passed_over(self.saver.samples_passed_over))
             outcome, report = self._steps()
         with phase("checkpoint"):
             self._take_written(wait=True)

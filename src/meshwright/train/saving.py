@@ -29,6 +29,7 @@ from meshwright.job.split import resumed_split
 from meshwright.model.transformer import StageModel
 from meshwright.parallel.owned import Owned
 from meshwright.recovery.handover import State
+from meshwright.sync.server.cursor import Position
 from meshwright.train.optimizer import AdamW, variance_steps
 from meshwright.train.placement import placements, segments_of
 from meshwright.train.resumable import check_samples
@@ -48,6 +49,8 @@ class Saver:
         self.saved_step = 0
         self.passed_over: list[str] = []
         """What was wrong with newer checkpoints than the one resumed from."""
+        self.samples_passed_over = 0
+        """Samples that had come back to a parameter server, which alone hands such samples out again."""
         self.superseded: list[int] = []
         """Steps of later checkpoints that were put aside at resume."""
 
@@ -158,7 +161,9 @@ class Saver:
         trainer.loss_scale.value = float(state["loss_scale"]) if trainer.loss_scale.enabled else 1.0
         trainer.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         if self.loader is not None:
-            self.loader.resume(manifest.step, int(state["cursor"]))
+            position = Position.of(state)
+            self.samples_passed_over = position.waiting
+            self.loader.resume(manifest.step, position.next)
             self.loader.split = resumed_split(trainer.job, state.get("sequences"), self.loader.split)
         self.sync.restore(path, manifest, self.world)
         self._restore_previous(path, manifest)

@@ -412,7 +412,7 @@ class Coordinator:
         step, states = self.ordered // self.plan.pushes, self._states
         self._states = None
         tensors = [states[shard].tensors for shard in range(len(self.chains))]
-        self.sink.save(step, tensors, int(states[0]["updates"]), self.mode.returned)
+        self.sink.save(step, tensors, int(states[0]["updates"]), self.mode.position)
         return self._go_on(step)
 
     def _on_validated(self, sender: str, message: Message) -> Out:

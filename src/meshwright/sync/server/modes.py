@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshwright.sync.server.cursor import Cursor
+from meshwright.sync.server.cursor import Cursor, Position
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Mode(Protocol):
         """The first step of which no samples have been handed out."""
 
     @property
-    def returned(self) -> list[int]:
-        """Ranges to be handed out again."""
+    def position(self) -> Position:
+        """Where a run goes on from that begins where this one stands; nothing may be under way."""
 
 
 class Clocked:
@@ -87,7 +87,7 @@ class Clocked:
 
     Args:
         begin: clocks done before.
-        cursor: samples consumed before.
+        cursor: samples handed out before.
         slots: parts of a clock's samples.
         workers: whose home a slot is: slot ``i`` is worker ``i % workers``'s.
         batch: positions a clock.
@@ -108,7 +108,7 @@ class Clocked:
         self._out: dict[tuple[int, int], Work] = {}
         self._here: dict[tuple[int, int], Work] = {}
         self._backup = self._enough < slots
-        self._cursor = Cursor(cursor, batch // self._enough, list(returned))
+        self._cursor = Cursor(cursor, batch // self._enough, returned)
 
     def take(self, worker: int, alive: Collection[int]) -> Work | None:
         """See ``Mode.take``: the oldest free slot that is this worker's, or whose home is not alive."""
@@ -155,6 +155,8 @@ class Clocked:
         """See ``Mode.break_off``."""
         for work in list(self._out.values()):
             self.give_back(work)
+        for work in self._here.values() if self._backup else ():
+            self._cursor.give_back(work.first)
         self._here.clear()
         self._limit = step
         return True
@@ -165,9 +167,11 @@ class Clocked:
         return max([self.open, *(clock + 1 for clock, _ in [*self._out, *self._here])])
 
     @property
-    def returned(self) -> list[int]:
-        """See ``Mode.returned``."""
-        return self._cursor.returned
+    def position(self) -> Position:
+        """See ``Mode.position``."""
+        if self._backup:
+            return self._cursor.position
+        return Position(self._base + (self.started - self._begin) * self._batch)
 
 
 class Arrival:
@@ -175,7 +179,7 @@ class Arrival:
 
     Args:
         begin: steps (global batches) done before.
-        cursor: samples consumed before.
+        cursor: samples handed out before.
         pushes: how many make up a step.
         batch: positions a step.
     """
@@ -221,6 +225,6 @@ class Arrival:
         return self._begin + -(-handed_out // self._pushes)
 
     @property
-    def returned(self) -> list[int]:
-        """See ``Mode.returned``."""
-        return self._cursor.returned
+    def position(self) -> Position:
+        """See ``Mode.position``."""
+        return self._cursor.position

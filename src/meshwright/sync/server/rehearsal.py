@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwright.sync.server.client import UNANSWERED, Compute, CoordinatorLost, Pause, Worker
 from meshwright.sync.server.coordinator import Coordinator
+from meshwright.sync.server.cursor import Position
 from meshwright.sync.server.modes import Mode
 from meshwright.sync.server.plan import Plan
 from meshwright.sync.server.protocol import Message
@@ -35,7 +36,7 @@ class Notes:
         self.saved: dict[int, list[list[Tensor]]] = {}
         self.validated: dict[int, float | None] = {}
         self.end: list[str | None] = []
-        self.returned: list[int] = []
+        self.position: Position | None = None
 
     def event(self, kind: str, **facts: Any) -> None:
         """See ``Sink.event``."""
@@ -50,10 +51,10 @@ class Notes:
         """See ``Sink.evaluated``."""
         self.validated[step] = loss
 
-    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, returned: list[int]) -> None:
+    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, position: Position) -> None:
         """See ``Sink.save``."""
         self.saved[step] = [[tensor.clone() for tensor in tensors] for tensors in shards]
-        self.returned = returned
+        self.position = position
 
     def ended(self, why: str | None) -> None:
         """See ``Sink.ended``."""

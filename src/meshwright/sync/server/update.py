@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from meshwright.sync.server.cursor import Position
 from meshwright.sync.server.modes import Work
 from meshwright.sync.server.replica import Key
 
@@ -65,7 +66,7 @@ class Sink(Protocol):
     def evaluated(self, step: int, loss: float | None) -> None:
         """Validation after a step."""
 
-    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, returned: list[int]) -> None:
+    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, position: Position) -> None:
         """The state after a step, by shard."""
 
     def ended(self, why: str | None) -> None:

@@ -23,6 +23,7 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.observe.progress import StepProgress
 from meshwright.observe.records import JsonLines, truncate_after_step
+from meshwright.sync.server.cursor import Position
 from meshwright.sync.server.update import Update
 from meshwright.train.saving import retention
 from meshwright.train.servers.shapes import Shapes
@@ -39,18 +40,18 @@ class RunRecords:
         job: resolved.
         run_dir: the run's.
         corpora: for the summary's figures.
-        begin, cursor: steps and samples done before.
+        begin: steps done before.
         progress: of the terminal.
         frozen_updates: before this run, that left AdamW's second moments as they were.
     """
 
     def __init__(
-        self, job: Job, run_dir: Path, corpora: Corpora, *, begin: int, cursor: int, progress: StepProgress,
+        self, job: Job, run_dir: Path, corpora: Corpora, *, begin: int, progress: StepProgress,
         resumed: bool, frozen_updates: int = 0,
     ) -> None:  # fmt: skip
         self.job, self.run_dir, self.corpora, self.progress = job, run_dir, corpora, progress
         self.shapes = Shapes(job)
-        self._begin, self._cursor, self._frozen_updates = begin, cursor, frozen_updates
+        self._frozen_updates = frozen_updates
         self._pushes = job.layout.dp if job.sync.server_mode == "asynchronous" else 1
         if resumed:
             for name in ("metrics.jsonl", UPDATES):
@@ -135,16 +136,14 @@ class RunRecords:
             self.metrics.write(step=step, validation_loss=loss)
             self.progress.say(f"step {step}  validation loss {loss:.4f}")
 
-    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, returned: list[int]) -> None:
+    def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, position: Position) -> None:
         """See ``Sink.save``: the same files that every layout writes and reads."""
         began = time.monotonic()
         tensors = [each for shard, state in enumerate(shards) for each in self._placed(shard, state)]
-        cursor = self._cursor + (step - self._begin) * self.job.batch.global_size
         state = {
-            "cursor": cursor, "seed": self.job.train.seed, "samples": len(self.corpora.training),
+            **position.as_state(), "seed": self.job.train.seed, "samples": len(self.corpora.training),
             "optimizer_steps": updates, "loss_scale": 1.0, "loss_scale_good_steps": 0,
             **({"variance_steps": updates - self._frozen_updates} if self.job.optimizer.name == "adamw" else {}),
-            **({"returned": returned} if returned else {}),
         }  # fmt: skip
         every, number = self.job.checkpoint.drill_every, step // (self.job.checkpoint.every or step)
         try:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from meshwright.recovery.launch import RanksFailed, last_lines
 from meshwright.recovery.rank import LAUNCHER_VARIABLE, RECORDS_VARIABLE, RankRecord
 from meshwright.recovery.threads import threads_per_rank
 from meshwright.sync.server.coordinator import Coordinator
+from meshwright.sync.server.cursor import Position, passed_over
 from meshwright.sync.server.ledger import ServersLedger, differences, predict
 from meshwright.sync.server.modes import Arrival, Clocked, Mode
 from meshwright.sync.server.node import PassiveNode, watch
@@ -64,26 +65,31 @@ class Begin:
     """Where a run begins: steps, samples and, if it goes on from one, the checkpoint."""
 
     step: int = 0
-    cursor: int = 0
+    position: Position = field(default_factory=lambda: Position(0))
     checkpoint: Path | None = None
-    returned: Sequence[int] = ()
     frozen_updates: int = 0
     """Updates that left AdamW's second moments as they were."""
+
+
+def first_ranges(job: Job, position: Position) -> Position:
+    """What of the samples that came back to the run before this job hands out, in ranges of its own."""
+    size, backup = job.batch.global_size, job.sync.backup_workers
+    return position.cut(size // (job.layout.dp - backup)) if backup else Position(position.next)
 
 
 def make_mode(job: Job, begin: Begin) -> Mode:
     """The rule of the job's mode."""
     sync, dp, size = job.sync, job.layout.dp, job.batch.global_size
     if sync.server_mode == "asynchronous":
-        return Arrival(begin=begin.step, cursor=begin.cursor, pushes=dp, batch=size)
+        return Arrival(begin=begin.step, cursor=begin.position.next, pushes=dp, batch=size)
     slots = dp
     if job.train.deterministic:  # a push a micro-batch: then the sum does not depend on the number of workers
         assert job.layout.micro_batch is not None
         slots = micro_steps(size, job.layout.micro_batch, dp) * dp
     return Clocked(
-        begin=begin.step, cursor=begin.cursor, slots=slots, workers=dp, batch=size,
+        begin=begin.step, cursor=begin.position.next, slots=slots, workers=dp, batch=size,
         bound=sync.staleness_bound or 0, enough=dp - sync.backup_workers if sync.backup_workers else None,
-        returned=begin.returned,
+        returned=first_ranges(job, begin.position).returned,
     )  # fmt: skip
 
 
@@ -144,8 +150,11 @@ def train_with_servers(job: Job, run_dir: Path, *, resume: bool, quiet: bool) ->
     if begin.checkpoint is not None:
         check_samples(verify(begin.checkpoint).state, job.train.seed, len(corpora.training))
     with StepProgress(job.train.steps, begin.step, shown=not quiet) as progress:
+        left = begin.position.waiting - first_ranges(job, begin.position).waiting
+        if left:
+            progress.say(passed_over(left))
         records = RunRecords(
-            job, run_dir, corpora, begin=begin.step, cursor=begin.cursor, progress=progress, resumed=resume,
+            job, run_dir, corpora, begin=begin.step, progress=progress, resumed=resume,
             frozen_updates=begin.frozen_updates,
         )  # fmt: skip
         try:
@@ -168,7 +177,7 @@ def _resume_point(job: Job, run_dir: Path) -> Begin:
         supersede_later(folder, step)
         state = manifest.state
         frozen = int(state["optimizer_steps"]) - variance_steps(state)
-        return Begin(step, int(state["cursor"]), path, state.get("returned", ()), frozen)
+        return Begin(step, Position.of(state), path, frozen)
     raise CheckpointError(f"--resume: {folder} has no complete checkpoint that is not damaged; start again")
 
 
