@@ -58,6 +58,8 @@ class Replica:
         """Operations on their way down the chain, and whom to tell."""
         self._readers: list[tuple[int, str]] = []
         self._installing: set[_Operation] = set()
+        self._whole = False
+        """This replica began with the others, or has taken over its predecessor's state."""
         self._values: tuple[int, list[Tensor]] | None = None
         self._summed: tuple[int, float] | None = None
         """The update whose pushes the store has added up, and the largest element of the sum."""
@@ -163,9 +165,11 @@ class Replica:
     def _on_installed(self, sender: str, message: Message) -> Out:
         if sender != self._successor:
             return []
-        answers = self._from_successor(sender, ("installed", int(message["epoch"])))
+        epoch = int(message["epoch"])
+        answers: Out = []
         # What was on its way when the state was copied is in the copy.
         covered, self._installing = self._installing, set()
+        covered |= {each for each in self._waiting if each[0] == "installed" and each[1] <= epoch}
         for operation in sorted(covered, key=str):
             answers += self._acknowledge(operation)
         return answers
@@ -238,12 +242,17 @@ class Replica:
         self._adopt(message)
         if self.name not in self.chain:
             return self._step_down()
+        if message.fields.get("equal"):
+            self._whole = True
+            return []
+        # What it said in an older epoch may have come too late to count.
+        answers: Out = [(COORDINATOR, self._joined())] if self._whole else []
         if self._successor is None:
             self._installing.clear()
-            return [out for operation in sorted(self._waiting, key=str) for out in self._acknowledge(operation)]
-        if self._successor == before or message.fields.get("equal"):
-            return []
-        return self._install(("installed", self.epoch))
+            return answers + [out for each in sorted(self._waiting, key=str) for out in self._acknowledge(each)]
+        if self._successor == before or not self._whole:  # once it is whole, it passes that on
+            return answers
+        return answers + self._install(("installed", self.epoch))
 
     def _adopt(self, message: Message) -> None:
         self.epoch = int(message["epoch"])
@@ -283,7 +292,7 @@ class Replica:
         for worker, sequence, count in message["pending"]:
             self.pending[str(worker), int(sequence)] = tensors[at : at + count]
             at += count
-        self._values = None
+        self._values, self._whole = None, True
         answers = [*self._answer_readers(), (COORDINATOR, self._joined())]
         operation = ("installed", epoch)
         self._waiting.setdefault(operation, set()).add(sender)
