@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,9 +35,8 @@ from meshwright.sync.server.sockets import dial, listen, receive, send
 from meshwright.sync.server.worker_link import WorkerLink
 from tests.command_line import settings, write_job
 from tests.small_jobs import small_job
+from tests.unit.server_nodes import RUN, Echo, until
 from tests.unit.simulated_servers import Computing, SmallStore, clocked, plan, replay, start
-
-RUN = Run("secret", "job-1")
 
 
 def through(frame: bytes, *, stranger: bool = False) -> Message:
@@ -100,24 +99,6 @@ def test_a_stranger_can_make_us_hold_nothing() -> None:
             through(prefix, stranger=True)
 
 
-class Echo:
-    """Answers everything with itself."""
-
-    def __init__(self) -> None:
-        self.addresses: dict[str, tuple[str, int]] = {}
-        self.finished = False
-        self.seen: list[tuple[str, str]] = []
-        self.gone: list[str] = []
-
-    def handle(self, sender: str, message: Message) -> list[tuple[str, Message]]:
-        self.seen.append((sender, message.kind))
-        return [(sender, message)]
-
-    def lost(self, peer: str) -> list[tuple[str, Message]]:
-        self.gone.append(peer)
-        return []
-
-
 @pytest.fixture
 def node() -> Iterator[Node]:
     said: list[str] = []
@@ -125,13 +106,6 @@ def node() -> Iterator[Node]:
     made.said = said  # type: ignore[attr-defined]
     yield made
     made.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _drop_cut_line(path)
+        self.path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **record: Any) -> None:

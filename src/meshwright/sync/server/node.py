@@ -189,22 +189,27 @@ class Node:
             before.close()
 
     def _read(self, peer: str, link: _Link) -> None:
+        while (message := self._receive(peer, link)) is not None:
+            self.heard[peer.removesuffix(BEAT)] = time.monotonic()
+            # What the machine meets with on its own side, such as a full disk, is not the peer's fault.
+            with self._lost_with(peer, link, ValueError), self.lock:
+                if self._closed or self._links.get(peer) is not link:
+                    return
+                began = time.monotonic()
+                self.payload["in", message.kind] += message.tensor_bytes
+                self.messages["in", message.kind] += 1
+                self._dispatch(self.machine.handle(peer.removesuffix(BEAT), message))
+                self.busy_seconds += time.monotonic() - began
+
+    def _receive(self, peer: str, link: _Link) -> Message | None:
         assert link.connection is not None
-        with self._lost_with(peer, link):
-            while True:
-                message = receive(link.connection)
-                self.heard[peer.removesuffix(BEAT)] = time.monotonic()
-                with self.lock:
-                    if self._closed or self._links.get(peer) is not link:
-                        return
-                    began = time.monotonic()
-                    self.payload["in", message.kind] += message.tensor_bytes
-                    self.messages["in", message.kind] += 1
-                    self._dispatch(self.machine.handle(peer.removesuffix(BEAT), message))
-                    self.busy_seconds += time.monotonic() - began
+        message = None
+        with self._lost_with(peer, link, OSError, EOFError, ValueError):
+            message = receive(link.connection)
+        return message
 
     def _write(self, peer: str, link: _Link) -> None:
-        with self._lost_with(peer, link):
+        with self._lost_with(peer, link, OSError, EOFError, ValueError):
             if link.connection is None:
                 connection = dial(self.machine.addresses[peer], self.run, self.name)
                 self._attach(peer, link, connection)
@@ -214,14 +219,14 @@ class Node:
                 send(link.connection, message)
 
     @contextlib.contextmanager
-    def _lost_with(self, peer: str, link: _Link) -> Iterator[None]:
-        """Whatever ends the connection ends the peer, as far as this end knows."""
+    def _lost_with(self, peer: str, link: _Link, *errors: type[Exception]) -> Iterator[None]:
+        """These errors end the connection, and with it the peer as far as this end knows; so do wrong messages."""
         try:
             yield
         except ProtocolError as error:
             self.report(f"{peer}: {error}")
             self._lose(peer, link)
-        except (OSError, EOFError, ValueError):
+        except errors:
             self._lose(peer, link)
 
     def _lose(self, peer: str, link: _Link) -> None:

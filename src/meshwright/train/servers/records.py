@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -59,7 +60,6 @@ class RunRecords:
         self.metrics = JsonLines(run_dir / "metrics.jsonl")
         self.events = JsonLines(run_dir / "events.jsonl")
         self.updates = JsonLines(run_dir / UPDATES)
-        self.event("resumed" if resumed else "started", step=begin, layout=str(job.layout), strategy="server")
         self._step: list[tuple[Update, float]] = []
         self._since = time.monotonic()
         self._start = self._since
@@ -70,13 +70,21 @@ class RunRecords:
         self._validation: float | None = None
         self._done = begin
         self.error: Exception | None = None
-        """Why a checkpoint could not be written."""
+        """Why a checkpoint or a record could not be written; the run ends."""
         self.why: str | None = None
         """Why the run stopped early."""
+        self.event("resumed" if resumed else "started", step=begin, layout=str(job.layout), strategy="server")
+
+    def _write(self, file: JsonLines, **record: Any) -> None:
+        """Append a record. That it cannot be written is the run's end, not the fault of whose message it tells of."""
+        try:
+            file.write(**record)
+        except OSError as error:
+            self.error = self.error or OSError(error.errno, error.strerror, str(file.path))
 
     def event(self, kind: str, **facts: Any) -> None:
         """See ``Sink.event``."""
-        self.events.write(event=kind, **facts)
+        self._write(self.events, event=kind, **facts)
         if kind.startswith(("worker-lost", "worker-silent", "worker-returned", "server-lost", "new-head", "failed")):
             self.progress.say(f"{kind}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
 
@@ -85,7 +93,8 @@ class RunRecords:
         step = (update.number - 1) // self._pushes + 1
         self._staleness.update(update.staleness)
         self._pushed.update(worker for worker, _ in update.entries)
-        self.updates.write(
+        self._write(
+            self.updates,
             step=step,
             update=update.number,
             pushes=[
@@ -111,7 +120,8 @@ class RunRecords:
         self._rates.append(rate)
         self._done = step
         self._step = []
-        self.metrics.write(
+        self._write(
+            self.metrics,
             step=step,
             loss=self._loss,
             gradient_norm=updates[-1].norm,
@@ -133,7 +143,7 @@ class RunRecords:
         self._since = time.monotonic()
         if loss is not None:
             self._validation = loss
-            self.metrics.write(step=step, validation_loss=loss)
+            self._write(self.metrics, step=step, validation_loss=loss)
             self.progress.say(f"step {step}  validation loss {loss:.4f}")
 
     def save(self, step: int, shards: Sequence[Sequence[Tensor]], updates: int, position: Position) -> None:
@@ -208,4 +218,5 @@ class RunRecords:
     def close(self) -> None:
         """Close the files."""
         for file in (self.metrics, self.events, self.updates):
-            file.close()
+            with contextlib.suppress(OSError):  # of what could not be written before
+                file.close()
