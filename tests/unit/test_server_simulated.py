@@ -362,6 +362,23 @@ def test_the_last_server_of_a_shard_cannot_be_done_without() -> None:
     assert run.coordinator.failure is not None and "shard 1 has no server left" in run.coordinator.failure
 
 
+def test_a_run_is_deserted_when_no_worker_is_connected_and_none_is_awaited() -> None:
+    run = network(plan(workers=3, awaited=frozenset(range(3))), clocked(3))
+    seen = []
+
+    def act(number: int) -> None:
+        seen.append(run.coordinator.deserted)
+        for at, name in ((60, "worker-0"), (100, "worker-1"), (140, "worker-2")):
+            if number == at:
+                run.kill(name)
+
+    assert not run.coordinator.deserted, "they are still to come"
+    run.before_delivery = act
+    with pytest.raises(RuntimeError, match="stands still"):
+        run.run()
+    assert len(run.coordinator.workers) == 0 and run.coordinator.deserted and not any(seen[:140])
+
+
 @pytest.mark.parametrize("name", MODES)
 def test_workers_leave_and_join_while_the_run_goes_on(name: str) -> None:
     mode, changes = MODES[name]

@@ -475,6 +475,11 @@ class Coordinator:
         """Whether training cannot begin without one of these (``"server"`` or ``"worker"``)."""
         return not self.started if role == "server" else bool(self._awaited)
 
+    @property
+    def deserted(self) -> bool:
+        """No worker is connected, and training does not wait for one to come either."""
+        return not len(self.workers) and not self._awaited
+
     def fail(self, why: str) -> None:
         """Give up; the launcher ends everybody and says why."""
         self.failure = self.failure or why

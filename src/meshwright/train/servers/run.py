@@ -287,8 +287,9 @@ class _Supervisor:
                 if not child.ended and child.process.poll() is not None:
                     self._ended(child)
             if not any(not child.ended and child.role == "worker" for child in self.children):
-                with self.node.lock:
-                    self.coordinator.fail("no worker is left")
+                with self.node.lock:  # those started elsewhere go on without any of ours
+                    if self.coordinator.deserted:
+                        self.coordinator.fail("no worker is left")
             if self.signals and deadline is None:
                 deadline = time.monotonic() + _STOP_SECONDS
                 self.node.act(lambda: self.coordinator.wish_to_stop("signal"))
