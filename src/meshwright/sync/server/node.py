@@ -100,6 +100,12 @@ class Node:
         with self.lock:
             self._dispatch([(peer, message)])
 
+    def beat(self, peer: str) -> None:
+        """Send a sign of life to a peer that is connected. The machine may be busy: it is not waited for."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.outgoing.put(Message("beat"))
+
     def act(self, action: Callable[[], Out]) -> None:
         """Run something of the machine's and send what it wants sent."""
         with self.lock:
@@ -269,7 +275,7 @@ def beat(node: Node, peer: str, seconds: float) -> None:
 
     def beats() -> None:
         while not node.done.wait(seconds):
-            node.tell(peer, Message("beat"))
+            node.beat(peer)
 
     threading.Thread(target=beats, daemon=True).start()
 
