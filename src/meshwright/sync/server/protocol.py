@@ -173,11 +173,24 @@ def _described(tensor: object) -> tuple[torch.dtype, int]:
 
 @dataclass(frozen=True)
 class Run:
-    """What two processes must share to talk: the run's secret and the job's fingerprint."""
+    """What two processes must share to talk: the run's secret and the job's fingerprint.
+
+    Attributes:
+        timeout: ``sync.server_timeout``; each side goes by its own.
+    """
 
     token: str = field(repr=False)
     job: str
+    timeout: float = 10.0
 
+    @property
+    def given_up_after(self) -> float:
+        """Seconds without a sign of life after which one whom nobody can stand in for is given up."""
+        return GIVEN_UP * self.timeout
+
+
+GIVEN_UP = 6
+"""So many times ``sync.server_timeout``."""
 
 INSTANCE = secrets.token_hex(8)
 """This process, for those it talks to: by it one that connects again is told from another under the same name."""

@@ -83,6 +83,18 @@ def receive(connection: socket.socket) -> Message:
     return decode(receiver(connection))
 
 
+def expect_answers(connection: socket.socket, seconds: float) -> None:
+    """Let a connection end when the other host has answered nothing for so long: one that vanishes says no goodbye."""
+    quarter = max(1, min(8192, round(seconds / 4)))  # the kernel takes whole seconds, up to 32767
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", quarter), ("TCP_KEEPINTVL", quarter), ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", round(1000 * seconds)),  # while something that was sent has not arrived
+    ):  # fmt: skip
+        if hasattr(socket, name):  # of this system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def welcome(connection: socket.socket, run: Run, admit: Callable[[str, str], str | None]) -> str:
     """The listening side of the first two messages; the peer's name.
 
@@ -97,6 +109,7 @@ def welcome(connection: socket.socket, run: Run, admit: Callable[[str, str], str
     """
     connection.settimeout(HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    expect_answers(connection, run.given_up_after)
     try:
         message = decode(receiver(connection, HANDSHAKE_SECONDS), stranger=True)
         why = refusal(run, message) or admit(str(message["name"]), str(message["instance"]))
@@ -134,6 +147,7 @@ def dial(
     connection = socket.create_connection(address, timeout=seconds)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        expect_answers(connection, run.given_up_after)
         send(connection, hello(run, name, instance))
         answer = receive(connection)
         if answer.kind != "accepted":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import Counter
@@ -120,7 +121,11 @@ class WorkerLink:
             connection.close()
 
     def _beat(self) -> None:
-        """Signs of life on a connection of their own, so that long computations do not look like death."""
+        """Signs of life on a connection of their own, so that long computations do not look like death.
+
+        Who waits for an answer of the coordinator says nothing, and so does not notice that it is gone; this does.
+        """
+        waiting = self._connections[COORDINATOR]
         connection = self._dial_coordinator(self.worker.name + BEAT)
 
         def beats() -> None:
@@ -129,6 +134,8 @@ class WorkerLink:
                     try:
                         send(connection, Message("beat"))
                     except OSError:
+                        with contextlib.suppress(OSError):
+                            waiting.shutdown(socket.SHUT_RDWR)
                         return
 
         threading.Thread(target=beats, daemon=True).start()

@@ -50,7 +50,7 @@ def read_run(run_dir: Path) -> tuple[Job, Run, tuple[str, int], dict[str, Any]]:
     """
     facts, token, coordinator = read_whereabouts(run_dir)
     job = run_job(run_dir)
-    return job, Run(token, fingerprint(job)), coordinator, facts
+    return job, Run(token, fingerprint(job), job.sync.server_timeout), coordinator, facts
 
 
 def serve(run_dir: Path, shard: int, name: str) -> None:

@@ -209,7 +209,7 @@ class _Supervisor:
         job, sync = self.job, self.job.sync
         self.logs = self._log_folder()
         listener = listen(sync.server_host, sync.server_port)
-        run = Run(write_token(self.run_dir), fingerprint(job))
+        run = Run(write_token(self.run_dir), fingerprint(job), sync.server_timeout)
         self.coordinator = Coordinator(make_plan(job, self.begin), make_mode(job, self.begin), self.records)
         self.node = PassiveNode(
             self.coordinator, COORDINATOR, run, listener, lambda text: self.records.event("refused", reason=text)
