@@ -149,15 +149,30 @@ def test_servers_that_come_while_the_chain_changes_are_ready_in_the_end_and_no_s
     assert set(chain.members) == chain.ready and {"server-0.8", "server-0.9"} <= chain.ready
 
 
+def view(epoch: int, *names: str, equal: bool = False) -> Message:
+    chain = [[name, "here", 1] for name in names]
+    return Message("view", {"epoch": epoch, "chain": chain, "equal": equal})
+
+
+def said(out: Any) -> list[tuple[str, str, Any]]:
+    return [(to, message.kind, message.fields.get("epoch")) for to, message in out]
+
+
+def test_one_whose_successor_is_cut_off_says_so_until_the_chain_goes_on_without_it() -> None:
+    """The coordinator does not hear what comes from an older epoch, and nothing else is sent again."""
+    head = Replica("head", 0, SmallStore(start(0)))
+    head.handle(COORDINATOR, view(1, "head", "next", equal=True))
+    head.handle("worker", Message("push", {"worker": "worker", "sequence": 1}, [start(0)]))
+    assert said(head.lost("next")) == [(COORDINATOR, "suspect", 1)]
+    assert (COORDINATOR, "suspect", 2) in said(head.handle(COORDINATOR, view(2, "head", "next", "last")))
+    out = head.handle(COORDINATOR, view(3, "head", "last"))
+    assert said(out) == [(COORDINATOR, "joined", 3), ("last", "install", 3)]
+    assert said(head.handle("last", Message("installed", {"epoch": 3}))) == [("worker", "stored", None)]
+
+
 def test_one_that_has_no_state_yet_passes_none_on_and_says_so_when_it_has_one() -> None:
-    def view(epoch: int, *names: str) -> Message:
-        return Message("view", {"epoch": epoch, "chain": [[name, "here", 1] for name in names]})
-
-    def said(out: Any) -> list[tuple[str, str, Any]]:
-        return [(to, message.kind, message.fields.get("epoch")) for to, message in out]
-
     old, new, newest = (Replica(name, 0, SmallStore(start(0))) for name in ("old", "new", "newest"))
-    old.handle(COORDINATOR, Message("view", {"epoch": 1, "chain": [["old", "here", 1]], "equal": True}))
+    old.handle(COORDINATOR, view(1, "old", equal=True))
     assert new.handle(COORDINATOR, view(2, "old", "new")) == []
     state = dict(old.handle(COORDINATOR, view(2, "old", "new")))["new"]
     assert new.handle(COORDINATOR, view(3, "old", "new", "newest")) == []

@@ -58,6 +58,8 @@ class Replica:
         """Operations on their way down the chain, and whom to tell."""
         self._readers: list[tuple[int, str]] = []
         self._installing: set[_Operation] = set()
+        self._cut_off: str | None = None
+        """The successor whose connection ended: what was on its way to it may never arrive."""
         self._whole = False
         """This replica began with the others, or has taken over its predecessor's state."""
         self._values: tuple[int, list[Tensor]] | None = None
@@ -78,9 +80,13 @@ class Replica:
         if peer == COORDINATOR:
             self.finished = self.orphaned = True
         if peer == self._successor:
-            return [(COORDINATOR, Message("suspect", {"peer": peer, "epoch": self.epoch}))]
+            self._cut_off = peer
+            return self._suspect()
         self._readers = [(version, reader) for version, reader in self._readers if reader != peer]
         return []
+
+    def _suspect(self) -> Out:
+        return [(COORDINATOR, Message("suspect", {"peer": self._cut_off, "epoch": self.epoch}))]
 
     @property
     def _head(self) -> bool:
@@ -247,6 +253,9 @@ class Replica:
             return []
         # What it said in an older epoch may have come too late to count.
         answers: Out = [(COORDINATOR, self._joined())] if self._whole else []
+        if self._cut_off is not None and self._successor == self._cut_off:
+            return answers + self._suspect()
+        self._cut_off = None
         if self._successor is None:
             self._installing.clear()
             return answers + [out for each in sorted(self._waiting, key=str) for out in self._acknowledge(each)]
