@@ -394,6 +394,29 @@ def test_a_run_is_deserted_when_no_worker_is_connected_and_none_is_awaited() -> 
     assert len(run.coordinator.workers) == 0 and run.coordinator.deserted and not any(seen[:140])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_servers_that_are_silent_and_that_nobody_can_stand_in_for_are_waited_for_and_then_given_up(
+    replicas: int,
+) -> None:
+    run = network(plan(replicas=replicas, timeout=10.0), clocked(2))
+    while not run.coordinator.started:
+        run.step()
+    servers = [f"server-0.{number}" for number in range(replicas)]
+
+    def after(seconds: float, heard: float = 0.0) -> list[str]:
+        before = len(run.notes.events)
+        run.coordinator.tick(seconds, dict.fromkeys(servers, heard))
+        return [kind for kind, _ in run.notes.events[before:]]
+
+    assert after(9.0) == []
+    assert after(11.0) == [*["server-lost", "new-head"] * (replicas - 1), "server-silent"]
+    assert after(40.0) == [] and run.coordinator.failure is None
+    assert after(45.0, heard=44.0) == ["server-returned"]
+    assert after(56.0, heard=44.0) == ["server-silent"]
+    assert after(105.0, heard=44.0) == ["failed"] and after(106.0, heard=44.0) == []
+    assert f"{servers[-1]} has said nothing for 60 s and no other server can go on" in str(run.coordinator.failure)
+
+
 @pytest.mark.parametrize("name", MODES)
 def test_workers_leave_and_join_while_the_run_goes_on(name: str) -> None:
     mode, changes = MODES[name]

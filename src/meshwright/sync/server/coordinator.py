@@ -20,10 +20,12 @@ from typing import Any
 from meshwright.sync.server.membership import Address, Chain, Workers
 from meshwright.sync.server.modes import Mode, Work
 from meshwright.sync.server.plan import Plan
-from meshwright.sync.server.protocol import Message, ProtocolError, handler_of
+from meshwright.sync.server.protocol import GIVEN_UP, Message, ProtocolError, handler_of
 from meshwright.sync.server.replica import Key, Out
 from meshwright.sync.server.staleness import factor
 from meshwright.sync.server.update import Sink, Update
+
+_RESUME = "resume from the last checkpoint, and set sync.server_replicas to 2 or more to go on without"
 
 
 class Coordinator:
@@ -182,7 +184,10 @@ class Coordinator:
                     self._validating[part] = None
 
     def tick(self, now: float, heard: Mapping[str, float]) -> Out:
-        """Time passes: who has not been heard of for too long is silent (workers) or out (replicas with others)."""
+        """Time passes: who has not been heard of for too long is silent (workers) or out (replicas with others).
+
+        A replica that is alone may come back; if it does not for ``GIVEN_UP`` times as long, the run ends.
+        """
         out: Out = []
         if self.finished:
             return out
@@ -193,10 +198,23 @@ class Coordinator:
                 self.sink.event("worker-silent", worker=member.name, seconds=self.plan.timeout)
         for chain in self.chains:
             for name in list(chain.members):
-                late = now - heard.get(name, now) > self.plan.timeout
-                if late and self.started and chain.ready - {name}:
+                silence = now - heard.get(name, now)
+                if silence > self.plan.timeout and self.started and chain.ready - {name}:
                     out += self._without(chain, name)
+                else:
+                    self._wait_for(chain, name, silence)
         return out + self._serve()
+
+    def _wait_for(self, chain: Chain, name: str, silence: float) -> None:
+        """A replica that no other can stand in for has been silent for so long."""
+        news = chain.note(name, silent=silence > self.plan.timeout)
+        if news is not None:
+            self.sink.event(news, server=name, shard=chain.shard)
+        if silence > GIVEN_UP * self.plan.timeout and self.failure is None:
+            self.fail(
+                f"shard {chain.shard}: {name} has said nothing for {GIVEN_UP * self.plan.timeout:g} s and no other "
+                f"server can go on in its place; {_RESUME}"
+            )
 
     # Chains.
 
@@ -210,10 +228,7 @@ class Coordinator:
         alive = chain.remove(name)
         self.sink.event("server-lost", server=name, shard=chain.shard, left=len(chain.members))
         if not alive:
-            self.fail(
-                f"shard {chain.shard} has no server left ({name} was the last); resume from the last checkpoint, "
-                "and set sync.server_replicas to 2 or more to go on without"
-            )
+            self.fail(f"shard {chain.shard} has no server left ({name} was the last); {_RESUME}")
             return []
         while chain.head not in chain.ready:
             chain.members.append(chain.members.pop(0))

@@ -23,6 +23,8 @@ class Chain:
     epoch: int = 0
     members: list[str] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    """Not heard of for too long, but nobody can stand in for them."""
 
     @property
     def head(self) -> str:
@@ -35,10 +37,18 @@ class Chain:
         if equal or len(self.members) == 1:
             self.ready.add(name)
 
+    def note(self, name: str, *, silent: bool) -> str | None:
+        """Whether a replica is silent, though it stays; the event if that is new."""
+        if silent == (name in self.silent):
+            return None
+        self.silent ^= {name}
+        return "server-silent" if silent else "server-returned"
+
     def remove(self, name: str) -> bool:
         """Take a replica out, and those behind whom nobody ready stands; whether any that is ready is left."""
         self.members.remove(name)
         self.ready.discard(name)
+        self.silent.discard(name)
         return bool(self.ready)
 
 

@@ -34,6 +34,13 @@ UPDATES = "updates.jsonl"
 """In the run directory: the order of updates, each with its pushes and what their workers had read."""
 
 
+_SAID = frozenset({
+    "worker-lost", "worker-silent", "worker-returned", "server-lost", "server-silent", "server-returned", "new-head",
+    "failed",
+})  # fmt: skip
+"""Events that the terminal shows."""
+
+
 class RunRecords:
     """The coordinator's sink. Not safe for two threads; the coordinator's lock covers it.
 
@@ -85,7 +92,7 @@ class RunRecords:
     def event(self, kind: str, **facts: Any) -> None:
         """See ``Sink.event``."""
         self._write(self.events, event=kind, **facts)
-        if kind.startswith(("worker-lost", "worker-silent", "worker-returned", "server-lost", "new-head", "failed")):
+        if kind in _SAID:
             self.progress.say(f"{kind}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
 
     def update(self, update: Update, loss: float) -> None:
