@@ -340,7 +340,7 @@ def test_what_a_job_cannot_hand_out_again_it_says(layout: str, sync: dict[str, o
 
 
 def test_the_closed_form_of_bytes_and_what_differs_from_it() -> None:
-    ledger = predict([10, 6], master=4, compute=2, moments=2, slots=3)
+    ledger = predict([10, 6], master=4, compute=2, moments=2, waiting=3)
     assert (ledger.worker.push, ledger.worker.pull) == (64, 32)
     assert ledger.shards[0].optimizer == 80 and ledger.shards[1].waiting == 72
     server = {"shard": 1, "parameters": 24, "gradients": 24, "optimizer": 48, "pushes": 5, "push_bytes": 120}
@@ -351,6 +351,26 @@ def test_the_closed_form_of_bytes_and_what_differs_from_it() -> None:
 
 
 SERVER = {"strategy": "server"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sync", "deterministic", "pushes"),
+    [
+        ("dp=2", {}, False, 2),
+        ("dp=2 micro_batch=1", {}, True, 8),
+        ("dp=3", {"backup_workers": 1}, False, 3),
+        ("dp=2", {"server_mode": "stale-synchronous", "staleness_bound": 2}, False, 6),
+        ("dp=4", {"server_mode": "asynchronous"}, False, 4),
+    ],
+)
+def test_the_pushes_that_wait_are_those_of_the_mode(
+    layout: str, sync: dict[str, object], deterministic: bool, pushes: int
+) -> None:
+    from meshwright.train.servers.run import predicted_ledger
+
+    job = small_job(layout, sync={**SERVER, **sync}, train={"deterministic": deterministic})
+    shard = predicted_ledger(job).shards[0]
+    assert shard.waiting == pushes * shard.push
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,26 @@ def test_factors_of_the_learning_rate() -> None:
     assert factor("inverse-root", 3) == pytest.approx(1 / math.sqrt(4))
 
 
+@pytest.mark.parametrize(
+    ("mode", "workers", "pushes", "most"),
+    [
+        (lambda: clocked(3), 3, 1, 3),
+        (lambda: clocked(3, enough=2, batch=2), 3, 1, 3),
+        (lambda: clocked(2, bound=2), 2, 1, 6),
+        (lambda: arrival(3), 3, 3, 3),
+    ],
+)
+def test_so_many_pushes_wait_at_most(mode: Any, workers: int, pushes: int, most: int) -> None:
+    """``most`` is what the ledger says of the mode."""
+    found = set()
+    for seed in range(8):
+        run = network(plan(workers=workers, pushes=pushes, steps=6), mode(), seed=seed)
+        run.run()
+        found |= {replica.most_waiting for replica in run.replicas.values()}
+    one = start(0).numel() * start(0).element_size()
+    assert (workers - 1) * one <= max(found) <= most * one
+
+
 @pytest.mark.parametrize(("rule", "pushes"), [("inverse", 3), ("inverse-root", 3), ("inverse", 1)])
 def test_a_stale_push_is_applied_at_the_rule_s_rate(rule: Any, pushes: int) -> None:
     """With one push a step (dp=1), too: more workers than that may be started by hand."""

@@ -1,11 +1,12 @@
 """What a parameter server stores and what its workers send, in closed form, to hold measurements against.
 
 With ``n`` parameters, ``n_j`` of them on shard ``j``, ``m`` bytes an element of masters and gradients, ``c`` of the
-type of forward and backward, ``k`` optimizer tensors, and ``P`` slots to an update:
+type of forward and backward, ``k`` optimizer tensors, ``P`` pushes to an update, and ``W`` that wait at most: all of
+one update, with a staleness bound ``s`` of ``s + 1``, and where a push is an update one of each worker:
 
     worker, per gradient   push  n m            pull  n c
     replica of shard j     parameters n_j m     gradients n_j m     optimizer k n_j m
-                           pushes that wait: up to P n_j m          values for readers n_j c
+                           pushes that wait: up to W n_j m          values for readers n_j c
     head of shard j, per update: takes in P n_j m; a replica with a successor passes as much on
 
 An all-reduce over P ranks sends 2 (P-1)/P n m a rank and stores (2 + k) n m on every one; here a worker sends n m
@@ -52,14 +53,14 @@ class ServersLedger:
         return asdict(self)
 
 
-def predict(shards: Sequence[int], *, master: int, compute: int, moments: int, slots: int) -> ServersLedger:
+def predict(shards: Sequence[int], *, master: int, compute: int, moments: int, waiting: int) -> ServersLedger:
     """The closed form of the module.
 
     Args:
         shards: parameters on each.
         master, compute: bytes an element.
         moments: optimizer tensors.
-        slots: pushes that make an update.
+        waiting: the most pushes that are with the servers and not applied, while nobody dies.
     """
     total = sum(shards)
     return ServersLedger(
@@ -69,7 +70,7 @@ def predict(shards: Sequence[int], *, master: int, compute: int, moments: int, s
                 parameters=count * master,
                 gradients=count * master,
                 optimizer=moments * count * master,
-                waiting=slots * count * master,
+                waiting=waiting * count * master,
                 readers=count * compute,
                 push=count * master,
             )

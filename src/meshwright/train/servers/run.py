@@ -82,15 +82,26 @@ def make_mode(job: Job, begin: Begin) -> Mode:
     sync, dp, size = job.sync, job.layout.dp, job.batch.global_size
     if sync.server_mode == "asynchronous":
         return Arrival(begin=begin.step, cursor=begin.position.next, pushes=dp, batch=size)
-    slots = dp
-    if job.train.deterministic:  # a push a micro-batch: then the sum does not depend on the number of workers
-        assert job.layout.micro_batch is not None
-        slots = micro_steps(size, job.layout.micro_batch, dp) * dp
     return Clocked(
-        begin=begin.step, cursor=begin.position.next, slots=slots, workers=dp, batch=size,
+        begin=begin.step, cursor=begin.position.next, slots=_slots(job), workers=dp, batch=size,
         bound=sync.staleness_bound or 0, enough=dp - sync.backup_workers if sync.backup_workers else None,
         returned=first_ranges(job, begin.position).returned,
     )  # fmt: skip
+
+
+def _slots(job: Job) -> int:
+    """How many pushes a step is cut into, where it is."""
+    if job.train.deterministic:  # a push a micro-batch: then the sum does not depend on the number of workers
+        assert job.layout.micro_batch is not None
+        return micro_steps(job.batch.global_size, job.layout.micro_batch, job.layout.dp) * job.layout.dp
+    return job.layout.dp
+
+
+def _waiting(job: Job) -> int:
+    """The most pushes that servers hold at once: a worker goes on only from what has all that was in order."""
+    if job.sync.server_mode == "asynchronous":
+        return job.layout.dp
+    return _slots(job) * ((job.sync.staleness_bound or 0) + 1)
 
 
 def make_plan(job: Job, begin: Begin) -> Plan:
@@ -132,7 +143,7 @@ def predicted_ledger(job: Job) -> ServersLedger:
         master=shapes.master_dtype.itemsize,
         compute=shapes.compute_dtype.itemsize,
         moments=2 if optimizer.name == "adamw" else int(optimizer.momentum > 0),
-        slots=1 if job.sync.server_mode == "asynchronous" else job.layout.dp,
+        waiting=_waiting(job),
     )
 
 
