@@ -10,7 +10,6 @@ import faulthandler
 import json
 import mmap
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from meshwright.checkpoint.placed import DTYPE_NAMES, PlacedTensor
 from meshwright.checkpoint.save import pieces_of
 from meshwright.checkpoint.tensor_file import write_file
 from meshwright.comm import position
+from meshwright.recovery.loopback import loopback_store
 from meshwright.recovery.rank import HANDED_OVER
 from meshwright.recovery.shared import HAND_OVER, STACK_SIGNAL, Member, StateFiles
 
@@ -69,15 +69,8 @@ class Here:
         """
         member = self.member
         if member.rank == 0:
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", member.port))
-            listener.listen(1024)
-            port = int(listener.getsockname()[1])
-            made = TCPStore(
-                "127.0.0.1", port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
+            made = loopback_store(member.port, world_size, timeout, first=True)
+            port = int(made.port)
             position.write_port(self._memory, port)
             os.environ["MASTER_PORT"] = str(port)
             return made
@@ -88,7 +81,7 @@ class Here:
                     raise TimeoutError("rank 0 has not opened its store")
                 time.sleep(0.005)
         os.environ["MASTER_PORT"] = str(port)
-        return TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return loopback_store(port, world_size, timeout, first=False)
 
     def offer(self, lock: threading.Lock, state: Callable[[], State]) -> None:
         """From now on ``state()``, taken while ``lock`` is held, can be handed over."""
