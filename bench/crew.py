@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ class Crew:
         return CrewFailure(f"{self.contestant.name}: {text}" + (f"\n{logs}" if logs else ""))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and remove their logs."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -116,6 +117,7 @@ class Crew:
                 process.kill()
                 process.wait()
         self._processes, self._connections = [], []
+        shutil.rmtree(self._logs, ignore_errors=True)
 
 
 def clear_stale_locks() -> None:
