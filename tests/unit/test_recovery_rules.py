@@ -20,16 +20,19 @@ from meshwright.comm.phase import phase
 from meshwright.comm.position import Position
 from meshwright.errors import InputError
 from meshwright.job.recovery_section import RecoverySection
+from meshwright.recovery import supervise
 from meshwright.recovery.alerts import Alerts
 from meshwright.recovery.budget import Budget
 from meshwright.recovery.causes import lost_a_peer, named_cause
 from meshwright.recovery.gathered import assembled
+from meshwright.recovery.generation import Plan
 from meshwright.recovery.goodput import Goodput, part_of
 from meshwright.recovery.incident import Incident
 from meshwright.recovery.lock import RunLock
 from meshwright.recovery.lost import keep_position, peers_lost
 from meshwright.recovery.monitor import Finding, Kind, Limits, Monitor, Seen, waiters_for
 from meshwright.recovery.prefetch import Prefetch
+from meshwright.recovery.reporting import Reporting
 from meshwright.recovery.shrink import fewer_ranks
 from meshwright.recovery.stragglers import Stragglers
 from meshwright.train.prepare import prepare_run
@@ -190,6 +193,32 @@ def test_goodput_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
         goodput.write(tmp_path / "goodput.json", outcome="done")
     content = json.loads((tmp_path / "goodput.json").read_text())
     assert content["wall_seconds"] == 16.0 and content["goodput"] == 0.75 and len(content["launches"]) == 2
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", "[]"])
+def test_a_damaged_goodput_file_is_told_and_kept(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "goodput.json").write_text(damage)
+    Reporting(tmp_path, RecoverySection()).end("done", Goodput(0.0, planned_ranks=2))
+    assert (tmp_path / "goodput.json").read_text() == damage
+    said = json.loads((tmp_path / "events.jsonl").read_text())
+    assert said["event"] == "goodput-not-written" and "damaged" in said["reason"]
+
+
+def test_a_state_in_memory_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(supervise, "newest_state", lambda *_, **__: (7, None, {}))
+    monkeypatch.setattr(supervise, "put_down", full)
+    plan = Plan(
+        run_directory=tmp_path, ranks=2, module="", arguments=["--resume"], port=0, grace_seconds=1.0, environment={},
+        section=RecoverySection(), job=small_job("dp=2"),
+    )  # fmt: skip
+    incident = Incident(kind="dead", ranks=(1,), world=2, sentence="", positions={})
+    assert supervise.Supervisor(plan)._state_arguments(tmp_path, incident) == ["--restart"]
+    lost, again = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (lost["event"], lost["step"], lost["reason"]) == ("memory-lost", 7, "[Errno 28] No space left on device")
+    assert (again["event"], again["source"]) == ("restarting", "start")
 
 
 def test_slow_ranks_are_scored_against_the_fastest_of_their_stage() -> None:

@@ -98,5 +98,8 @@ class Reporting:
         """The run is over."""
         self._alerts.settle_all(outcome, good=outcome == "done")
         self._alerts.close()
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            goodput.write(self._folder / "goodput.json", outcome=outcome, incidents=self._incidents)
+        try:
+            with contextlib.suppress(OSError):
+                goodput.write(self._folder / "goodput.json", outcome=outcome, incidents=self._incidents)
+        except (ValueError, KeyError, TypeError) as error:  # what an earlier launch left there is damaged, and stays
+            self.event("goodput-not-written", reason=f"goodput.json is damaged: {type(error).__name__}: {error}")

@@ -403,10 +403,14 @@ class Supervisor:
         newest = newest_state(self._memories, handed=self.section.memory, above=on_disk)
         if newest is not None:
             step, manifest, files = newest
-            with contextlib.suppress(OSError):
-                self._forget_state()
-                self._state_folder = folder / "memory"
+            self._forget_state()
+            self._state_folder = folder / "memory"
+            try:
                 path = put_down(self._state_folder, step, manifest, files)
+            except OSError as error:
+                if self.report is not None:
+                    self.report.event("memory-lost", step=step, reason=str(error))
+            else:
                 self._restarting(step, "memory")
                 return [*base, "--restart", "--state", str(path)]
         self._restarting(on_disk, "disk" if found else "start")
