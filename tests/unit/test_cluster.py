@@ -83,6 +83,9 @@ def test_wrong_short_forms(text: str, words: tuple[str, ...]) -> None:
         ({"devices": [{"count": 8}]}, "different devices cannot be planned yet"),
         ({"speed": 1}, "speed is not a field of a cluster file"),
         ({"nodes": None}, "nodes: None is not allowed"),
+        ({"price_per_device_hour": 2.1}, 'price_per_device_hour: 2.1 is no price; write an amount'),
+        ({"price_per_device_hour": "-1 USD"}, "price_per_device_hour: '-1 USD' is no price"),
+        ({"mtbf_device_hours": 0}, "mtbf_device_hours: 0 is not allowed"),
     ],
 )
 def test_wrong_files(changes: dict[str, Any], words: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.cli.plan_days import DaysOptions, days_lines, parse_mtbf
 from meshwright.errors import InputError
+from meshwright.job.cluster import load_cluster
 from meshwright.plan.days import run_length, training_flops, training_seconds
 from meshwright.plan.horizon import Horizon, Question, horizon, measured_checkpoint_cost
 from meshwright.plan.quantities import DAY, HOUR, YEAR, Price, parse_duration, parse_price, show_duration
@@ -162,3 +163,17 @@ def test_impossible_runs_are_refused(change: dict[str, float], word: str) -> Non
         run_length(**given)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="step time"):
         horizon(Question(), step_time=-1.0, tokens_per_step=1, devices=1)
+
+
+def test_the_cluster_file_says_what_a_device_costs_and_how_often_it_fails() -> None:
+    known = load_cluster("1x8 A100-SXM4-80GB").model_copy(
+        update={"price_per_device_hour": "2.10 USD", "mtbf_device_hours": 50_700.0}
+    )
+    asked = DaysOptions(tokens=1e9, checkpoint_cost="30s").with_defaults(known).question(8)
+    assert asked is not None and asked.price == Price(2.1, "USD")
+    assert asked.reliability is not None and asked.reliability.mtbf == 50_700 * HOUR / 8
+    own = DaysOptions(tokens=1e9, price="1 EUR", mtbf="3h", checkpoint_cost="30s")
+    assert own.with_defaults(known) == own
+    assert DaysOptions().with_defaults(known).question(8) is None
+    only_days = DaysOptions(tokens=1e9).with_defaults(known).question(8)
+    assert only_days is not None and only_days.reliability is None

@@ -116,6 +116,20 @@ def test_days_stand_behind_the_step(plan: Any) -> None:
     assert code == 0 and "device-hours" in out
 
 
+def test_what_the_cluster_file_knows_of_days_need_not_be_said(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(
+        'nodes = 1\ndevices_per_node = 8\ndevice = "A100-SXM4-80GB"\nprice_per_device_hour = "2 USD"\n'
+        "mtbf_device_hours = 50700\n",
+        "utf-8",
+    )
+    words = [*MODEL, "--layout", "dp=8", "--tokens", "1e9", "--checkpoint-cost", "30s", "--cluster"]
+    _, known, _ = plan(*words, str(file))
+    _, said, _ = plan(*words, EIGHT[1], "--price", "2 USD", "--mtbf", "50700h/device")
+    assert "failures      one in 264 d" in known and known.endswith(" USD\n")
+    assert known.partition("\nfailures")[2] == said.partition("\nfailures")[2]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

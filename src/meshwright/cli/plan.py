@@ -107,6 +107,8 @@ def plan(
         },
         rank if not (explain or explain_sync) else None,
     )  # fmt: skip
+    if days.given() and (cluster or job.cluster.machines):
+        days = days.with_defaults(load_cluster(cluster or str(job.cluster.machines)))
     days.question(1)  # what is no quantity is refused before the search
     console = table_console(quiet=as_json)
     if explain_sync:

@@ -10,12 +10,13 @@ How the verb uses it::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from meshwright.errors import InputError
+from meshwright.job.cluster import ClusterSpec
 from meshwright.plan.goodput import Reliability, mtbf_of_run
 from meshwright.plan.horizon import Horizon, Question, Repair, measured_checkpoint_cost
 from meshwright.plan.quantities import parse_duration, parse_price, show_duration
@@ -35,6 +36,9 @@ HELP = {
     "price": "Of one device and hour, as '2.10 USD'.",
 }
 """What the options say in ``--help``, by field of :class:`DaysOptions`."""
+
+_WITHOUT_FAILURES = {"--tokens", "--price"}
+"""Options that mean something where nothing fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,15 @@ class DaysOptions:
             price=None if self.price is None else parse_price(self.price),
         )
 
+    def with_defaults(self, machines: ClusterSpec) -> DaysOptions:
+        """The same, with what the cluster file says where the options given have a use for it."""
+        price, mtbf = self.price, self.mtbf
+        if price is None and self.tokens is not None:
+            price = machines.price_per_device_hour
+        if mtbf is None and machines.mtbf_device_hours is not None and set(self.given()) - _WITHOUT_FAILURES:
+            mtbf = f"{machines.mtbf_device_hours}h/device"
+        return replace(self, price=price, mtbf=mtbf)
+
     def given(self) -> list[str]:
         """The options that were given, as they are typed."""
         changed = (one.name for one in fields(self) if getattr(self, one.name) != one.default)
@@ -87,7 +100,7 @@ class DaysOptions:
     def _reliability(self, devices: int) -> Reliability | None:
         if self.mtbf is None:
             for option in self.given():
-                if option not in ("--tokens", "--price"):
+                if option not in _WITHOUT_FAILURES:
                     raise InputError(f"{option}: without --mtbf nothing fails; give --mtbf, as 3.1h or 50700h/device")
             return None
         if self.repair is None:

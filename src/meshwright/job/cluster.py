@@ -21,6 +21,8 @@ from meshwright.job.host import Host
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+_PRICE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*[A-Za-z]{3}\s*")
+
 _SLOWEST_LINK = 1e5
 """Bytes/s; a bandwidth below it is a figure in another unit."""
 
@@ -93,7 +95,8 @@ class ClusterSpec(_Part):
     """How many times slower a rank computes when that many ranks share the machine."""
     host: Host | None = None
     """Ranks are processes that share a node's processor cores."""
-    price_per_device_hour: _NonNegative | None = None
+    price_per_device_hour: str | None = None
+    """With its currency, as ``2.10 USD``."""
     mtbf_device_hours: _Rate | None = None
     """Mean hours between failures of one device."""
     basis: tuple[str, ...] = ()
@@ -103,6 +106,13 @@ class ClusterSpec(_Part):
     def devices(self) -> int:
         """Devices in all."""
         return self.nodes * self.devices_per_node
+
+    @field_validator("price_per_device_hour", mode="before")
+    @classmethod
+    def _has_currency(cls, value: object) -> object:
+        if value is None or (isinstance(value, str) and _PRICE.fullmatch(value)):
+            return value
+        raise ValueError(f'{value!r} is no price; write an amount and a currency, as "2.10 USD"')
 
     @model_validator(mode="before")
     @classmethod
@@ -263,6 +273,5 @@ _WANTED = {
     "float16": "in dense FLOP/s, such as 312e12",
     "float32": "in dense FLOP/s, such as 19.5e12",
     "device": f"a name of the catalogue, or a table with {DEVICE_FIELDS}",
-    "price_per_device_hour": "a number, at least 0",
     "mtbf_device_hours": "in hours, above 0",
 }
