@@ -126,11 +126,6 @@ def seconds(batch: Batch, constants: Mapping[str, float]) -> Floats:
     return _step(batch, constants).total
 
 
-def parts(batch: Batch, constants: Mapping[str, float]) -> dict[str, Floats]:
-    """The same by part."""
-    return _step(batch, constants).parts
-
-
 def _step(batch: Batch, constants: Mapping[str, float]) -> StepTime:
     entry = device_entry(batch.device)
     known = f"device.{batch.device}.gemm" in constants

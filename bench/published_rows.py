@@ -236,7 +236,7 @@ def _fill(row: Row, raw: Mapping[str, Any]) -> None:
     head_size = _number(model, "head_size", "model.", hidden / heads)
     row.shape = _shape(model, layers, hidden, heads, head_size, vocabulary, sequence, batch)
     row.layout = _layout(layout, dp, tp, pp, micro, batch, row, raw)
-    row.ranks = _boundaries(layers, row.layout, row.source)
+    row.ranks = _boundaries(layers, row.layout)
     row.node_bandwidth, row.outside = _network(hardware, row)
     row.group = f"{row.source}: {model.get('name', '?')} on {row.devices} {row.device}"
     row.step_time = _step_time(raw, row)
@@ -288,7 +288,7 @@ def _layout(layout: Mapping[str, Any], dp: int, tp: int, pp: int, micro: int, ba
 _SEQUENCE_PARALLEL = {"torchtitan", "megatron-bridge"}
 
 
-def _boundaries(layers: int, layout: Layouts, source: str) -> tuple[Held, Held, Held] | None:
+def _boundaries(layers: int, layout: Layouts) -> tuple[Held, Held, Held] | None:
     """Where layers do not divide but layers + 2 do, embedding and head count as a layer each (BLOOM's way)."""
     pp = int(layout.pp[0])
     if pp <= 2 or layers % pp == 0 or (layers + 2) % pp:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data.batch import Batch
@@ -121,8 +118,3 @@ def train_and_save(job: Job, folder: str, start: int, stop: int, save_at: Sequen
             if step + 1 in save_at:
                 saver.save()
     return reports
-
-
-def poisoned(batch: Batch, label: int) -> Batch:
-    """The batch with every counted label replaced."""
-    return replace(batch, labels=torch.where(batch.labels == -100, batch.labels, torch.full_like(batch.labels, label)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,6 @@ from meshwright.errors import InputError
 from meshwright.job.grid import GRID_AXES, Coordinates, coordinates, grid_shape
 from meshwright.job.layout import V_SCHEDULES, Layout
 from meshwright.job.nodes import NODE_AXES, node_groups
-
-Axis = Literal["pp", "replicate", "shard", "tp", "dp", "world", "embedding", "intra", "inter"]
 
 _DP_SPAN = (1, 2)
 

@@ -139,7 +139,7 @@ class _Writer:
         self.groups: dict[str, int] = {}
         self.table: list[tuple[str, tuple[int, ...]]] = []
         self.waited = 0
-        self.began = self.since = time.monotonic_ns()
+        self.began = time.monotonic_ns()
         self.words[PROCESS] = process
 
     def beat(self) -> None:

@@ -255,7 +255,7 @@ def open_channel(
     rank = group.rank()
     file = _anonymous_file() if _possible(group) else -1
     said = gather({"host": _host(), "process": os.getpid(), "file": file}, group)
-    arenas = _arenas(said, rank)
+    arenas = _arenas(said)
     together = all(gather(arenas is not None, group))
     if file >= 0:
         os.close(file)
@@ -299,7 +299,7 @@ def _host() -> str:
         return f"{os.uname().nodename} {os.getpid()}"
 
 
-def _arenas(said: list[dict[str, Any]], rank: int) -> list[_Arena] | None:
+def _arenas(said: list[dict[str, Any]]) -> list[_Arena] | None:
     """Every rank's arena, mapped; None if one of them cannot be."""
     if any(one["file"] < 0 or one["host"] != said[0]["host"] for one in said):
         return None

@@ -13,7 +13,6 @@ MODEL_TYPES: tuple[str, ...] = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "m
 """The ``model_type`` values that are understood; mixtral can be planned, not trained."""
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
-_GATED_TYPES = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
 # What a config.json that leaves a key out means: the defaults of the configuration classes.
 _THETA = {"llama": 1e4, "mistral": 1e4, "qwen2": 1e4, "qwen3": 1e4, "mixtral": 1e6}
 _EPS = {"llama": 1e-6, "mistral": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6, "mixtral": 1e-5}

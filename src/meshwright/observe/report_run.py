@@ -38,7 +38,7 @@ def build_page(records: Records, predicted: Predicted) -> Page:
         search_section(records, predicted),
         memory_section(records, predicted),
         time_section(records, predicted),
-        pipeline_section(records, predicted),
+        pipeline_section(predicted),
         traffic_section(records, predicted),
         compare_section(records, predicted),
         loss_section(records),

@@ -211,7 +211,7 @@ def _pairs_table(traffic: Traffic, what: str) -> Table:
 # -- pipeline -----------------------------------------------------------------------------------------
 
 
-def pipeline_section(records: Records, predicted: Predicted) -> Section:
+def pipeline_section(predicted: Predicted) -> Section:
     """The schedule in time."""
     title = "Pipeline schedule"
     if not predicted.gantts:

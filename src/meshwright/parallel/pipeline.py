@@ -113,7 +113,7 @@ class PipelineExecutor:
         device: torch.device,
     ) -> None:
         self._layout, self._data_parallel, self._device = layout, data_parallel, device
-        self._group, self._rank = mesh.group("pp"), mesh.coordinate("pp")
+        self._group = mesh.group("pp")
         self._hidden, self._dtype, self._tp = spec.hidden, dtype, layout.tp
         self._head_norms = spec.qk_norm
         self._count = layout.stage_count

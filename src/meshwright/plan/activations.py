@@ -76,8 +76,3 @@ def head_activations(x: Extents) -> Parts:
         "logits": x.logits,
         "loss": 10 * x.tokens + 3 * x.row + x.wide,
     }
-
-
-def shared_activations(x: Extents, masks: int) -> Parts:
-    """Bytes that the layers of a stage share: rotation tables and ``masks`` attention masks."""
-    return {"rotation tables": x.tables, "attention masks": masks * x.mask}

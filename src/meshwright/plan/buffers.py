@@ -73,7 +73,7 @@ class _Step:
         block, rest = self._groups(stage)
         return StageWalk(
             x, stage, self.tape,
-            follows=stage.number - 1 in here, leads=stage.number + 1 in here, alone=self.layout.pp == 1,
+            follows=stage.number - 1 in here, alone=self.layout.pp == 1,
             block=block, rest=rest, flight=self.group_flight, frees=self.layout.zero == 3 and not self.splits
             and self.divided.grouped,
         )  # fmt: skip

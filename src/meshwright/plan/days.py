@@ -3,11 +3,6 @@
 A step moves ``global batch x sequence`` tokens; a run of ``tokens`` takes ``ceil(tokens / that)`` steps; its wall
 time is ``steps x step time / goodput``, where goodput is the share of the wall that ends up as kept training
 (``plan.goodput``).
-
-Where no step time is known yet, the FLOPs of the model give one (``training_seconds``). Known answers:
-GPT-3 on one V100 takes 288 years, 175 B parameters and 300 B tokens on 1,024 A100 34 days (Narayanan et al., SC21:
-8 FLOPs a parameter and token, because activations are recomputed); GPT-3's 3.14e23 FLOPs at the 28 TFLOP/s of one
-V100 are 355 GPU-years.
 """
 
 from __future__ import annotations
@@ -17,10 +12,7 @@ import math
 from pydantic import BaseModel, ConfigDict
 
 from meshwright.errors import InputError
-from meshwright.plan.quantities import DAY, HOUR, YEAR, Price, above_zero
-
-FORWARD, BACKWARD, RECOMPUTE = 2, 4, 2
-"""FLOPs for each parameter and token: a multiplication and an addition forward, twice that backward."""
+from meshwright.plan.quantities import DAY, HOUR, Price, above_zero
 
 
 class RunLength(BaseModel):
@@ -50,11 +42,6 @@ class RunLength(BaseModel):
     def device_hours(self) -> float:
         """Hours over all devices."""
         return self.seconds * self.devices / HOUR
-
-    @property
-    def device_years(self) -> float:
-        """Years (of 365 days) over all devices."""
-        return self.seconds * self.devices / YEAR
 
 
 def run_length(
@@ -99,26 +86,3 @@ def run_length(
         cost=cost,
         currency=None if price is None else price.currency,
     )
-
-
-def training_flops(parameters: float, tokens: float, *, recompute: bool) -> float:
-    """FLOPs of the matrix products with the parameters: 6 a parameter and token, 8 when activations are recomputed.
-
-    Attention scores are not in it; ``plan.flops`` counts them.
-    """
-    above_zero("parameters", parameters)
-    above_zero("tokens", tokens)
-    return (FORWARD + BACKWARD + (RECOMPUTE if recompute else 0)) * parameters * tokens
-
-
-def training_seconds(flops: float, devices: int, flops_per_second: float) -> float:
-    """Wall time of ``flops`` at ``flops_per_second`` achieved by each of ``devices``.
-
-    Raises:
-        InputError: a quantity is impossible.
-    """
-    above_zero("FLOPs", flops)
-    above_zero("rate", flops_per_second, "FLOP/s")
-    if devices < 1:
-        raise InputError(f"devices: {devices} cannot train; use 1 or more")
-    return flops / (devices * flops_per_second)

@@ -190,27 +190,6 @@ def _check(job: Job, spec: ModelSpec) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Ranks that hold the same parameters, gradients and optimizer state, and one of them."""
-
-    place: Place
-    ranks: tuple[int, ...]
-
-
-def all_places(job: Job) -> list[Alike]:
-    """Every rank of the job: ranks with the same stages and the same part of the sharded state stand together.
-
-    They differ in their tensor parallel rank and in which copy of the state they have.
-    """
-    sharded = is_sharded(job.layout)
-    groups: dict[tuple[int, int], list[Place]] = {}
-    for place in every_place(job):
-        where = place.coordinates
-        groups.setdefault((where.pp, where.shard if sharded else 0), []).append(place)
-    return [Alike(group[0], tuple(place.rank for place in group)) for group in groups.values()]
-
-
 def every_place(job: Job) -> Iterator[Place]:
     """The place of every rank, in grid order; what they have in common is built once."""
     shared = _Shared(job)

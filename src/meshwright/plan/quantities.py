@@ -15,7 +15,6 @@ _PRICE = re.compile(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*")
 
 HOUR = _SECONDS["h"]
 DAY = _SECONDS["d"]
-YEAR = 365 * DAY
 
 
 @dataclass(frozen=True)

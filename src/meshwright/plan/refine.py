@@ -38,13 +38,13 @@ def refine(work: Work, cluster: ClusterSpec, layouts: Layouts) -> Floats:
     rules = rules_of(work)
     terms = SyncTerms.of(work, cluster, rules)
     passes = pass_time(Shape.of(work), layouts, Network.of(cluster), machine_of(work, cluster), rules, terms)
-    outside = _outside(values, layouts, passes, work.spec.layers)
+    outside = _outside(values, layouts, passes)
     for index in piped:
         times[index] = outside[index] + _pipeline(work, layouts, int(index), passes, rules)
     return times
 
 
-def _outside(values: Evaluation, layouts: Layouts, passes: MicroBatchSeconds, layers: int) -> Floats:
+def _outside(values: Evaluation, layouts: Layouts, passes: MicroBatchSeconds) -> Floats:
     """Seconds of a step outside the pipeline."""
     inside = sum(values.time[name] for name in _IN_PIPELINE if name in values.time)
     return np.asarray(values.step_time - inside - layouts.micro_batches * passes.host, float)

@@ -67,7 +67,7 @@ def server_time(
     return ServerTime(np.asarray(longest - compute), 0.0 * ranks)
 
 
-def server_bytes(sync: SyncSection, workers: Axis, *, pull: Floats, push: Floats) -> tuple[Floats, Floats]:
+def server_bytes(workers: Axis, *, pull: Floats, push: Floats) -> tuple[Floats, Floats]:
     """Bytes of one worker inside a node and between nodes in a step, both directions; the mean over workers."""
     away = (workers.size - workers.group.inside) / workers.size
     return np.asarray((1 - away) * (pull + push)), np.asarray(away * (pull + push))

@@ -24,8 +24,6 @@ class StageWalk:
     tape: Tape
     follows: bool
     """The stage before stands on the same rank, so its output is this one's input."""
-    leads: bool
-    """The stage after does."""
     alone: bool
     """There is no pipeline: backward follows forward at once, and the graph lives on until the next one is there."""
     block: Group | None = None
@@ -280,9 +278,9 @@ class StageWalk:
         if not self.follows:
             # The input goes, and with it its gradient.
             tape.drop(x.own, x.own)
-        self._collect(walk, buckets)
+        self._collect(buckets)
 
-    def _collect(self, walk: LayerWalk, buckets: BucketFlight | None) -> None:
+    def _collect(self, buckets: BucketFlight | None) -> None:
         """Take in the weight gradients of the stage."""
         tape, stage, element = self.tape, self.stage, self.x.element
         if self.flight is None:

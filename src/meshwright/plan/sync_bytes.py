@@ -37,7 +37,7 @@ def link_bytes(work: Work, cluster: ClusterSpec, layouts: Layouts) -> tuple[Floa
     one = np.ones(layouts.dp.shape)
     owned = local / np.where(zero > 0, layouts.shard, 1)
     if legs.terms.servers:
-        return server_bytes(work.sync, legs.shard, pull=local * rules.gather_bytes, push=local * legs.terms.wide)
+        return server_bytes(legs.shard, pull=local * rules.gather_bytes, push=local * legs.terms.wide)
     gathers = np.select([zero == 0, zero == 3], [0.0 * one, 2.0 * m], one)
     found = [
         _sent(legs.replicated(local), network, np.where(zero == 0, 1.0, 0.0)),

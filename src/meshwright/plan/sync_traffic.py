@@ -45,7 +45,7 @@ def algorithm_sums(
     if divided.copies > 1:
         members = _members(job, place, divided, divided.copy_axis)
         for row, times in sizes:
-            wired = _reduce_wire(job, members, divided.copy, row, w, backend)
+            wired = _reduce_wire(job, members, divided.copy, row, w)
             text = f"{w} bytes x {row:,} elements x {times}, across {divided.copies} copies by {name}"
             yield Sent(divided.copy_axis, "all_reduce", "reduce", times * w * row, wired.times(times), times, text)
 
@@ -75,7 +75,7 @@ def _scatter_wire(job: Job, members: list[int], index: int, row: int, width: int
     return Wired(load.elements * width, f"{name}: {load.messages} messages of {load.elements:,} elements in all")
 
 
-def _reduce_wire(job: Job, members: list[int], index: int, elements: int, width: int, backend: Backend) -> Wired:
+def _reduce_wire(job: Job, members: list[int], index: int, elements: int, width: int) -> Wired:
     name, ranks, payload = job.sync.algorithm, len(members), elements * width
     if name == "backend":
         return Wired(2 * (ranks - 1) * payload // ranks, f"2 x {ranks - 1}/{ranks} of the payload")

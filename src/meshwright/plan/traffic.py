@@ -40,7 +40,7 @@ def traffic(job: Job, place: Place, backend: Backend = "gloo") -> list[Sent]:
     else:
         reduced = _bucketed(job, place, divided, backend)
     found = [
-        *_batch(job, place, backend),
+        *_batch(job, backend),
         *_pipeline(job, place),
         *(sent for stage in place.stages for sent in _tensor(job, place, stage, passes[stage.number], backend)),
         *reduced,
@@ -74,7 +74,7 @@ def sends(found: Iterable[Sent]) -> tuple[Send, ...]:
 # -- numbers that all ranks agree on ------------------------------------------------------------------
 
 
-def _batch(job: Job, place: Place, backend: Backend) -> Iterator[Sent]:
+def _batch(job: Job, backend: Backend) -> Iterator[Sent]:
     """The valid tokens of the global batch, counted before the step."""
     dp = job.layout.dp
     counts = replica_count(job.layout) if apart(job) else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,3 @@ class SameRun:
             optimizer=optimizer.name, clipped=False, learning_rate=optimizer.lr,
             bound=PARAMETER_BOUNDS[dtype, optimizer.name], gradient_steps=0,
         )  # fmt: skip
-
-
-Proving = Callable[[Prover, Job, str, int], Iterable[Parity]]

@@ -108,10 +108,6 @@ class Monitor:
         """
         return self._stopped(now, seen) or self._hung(now, seen) or self._stuck(now, seen)
 
-    def stopped_ranks(self) -> tuple[int, ...]:
-        """Those that are stopped at the moment."""
-        return tuple(sorted(self._stopped_since))
-
     def _stopped(self, now: float, seen: Mapping[int, Seen]) -> Finding | None:
         for rank, one in seen.items():
             if one.stopped:

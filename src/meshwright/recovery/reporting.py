@@ -32,7 +32,6 @@ class Reporting:
     def __init__(self, run_directory: Path, section: RecoverySection) -> None:
         self._folder = run_directory
         self._alerts = Alerts(run_directory / "alerts.jsonl", section)
-        self._restart_alert = 0
         self._incidents = 0
 
     def event(self, event: str, **facts: Any) -> None:
@@ -48,7 +47,7 @@ class Reporting:
         action = "restart from the last good state" if again else "stop"
         self.event("incident", folder=folder.name, action=action, **values)
         print(f"{incident.sentence}; {action}; evidence in {folder}", file=sys.stderr, flush=True)
-        self._restart_alert = self._alerts.send(
+        self._alerts.send(
             incident.kind, incident.sentence, action=action, evidence=str(folder),
             deadline_seconds=2 * section.handover + section.setup_after if again else None,
         )  # fmt: skip

@@ -58,7 +58,6 @@ class Supervisor:
         self._budget = Budget(plan.section.restarts if plan.job is not None else 0)
         self._best = self._replay_until = self._number = 0
         self._replaced = 0
-        self._incident: Incident | None = None
         self._failed_at: float | None = None
         self._known_at = 0.0
         self._state_folder: Path | None = None

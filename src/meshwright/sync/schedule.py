@@ -66,11 +66,6 @@ def cut(elements: int, parts: int, index: int) -> Range:
     return start, start + size + (index < larger)
 
 
-def shifted(ranges: Iterable[Range], by: int) -> tuple[Range, ...]:
-    """The same ranges ``by`` elements further."""
-    return tuple((start + by, stop + by) for start, stop in ranges)
-
-
 def messages(pairs: Iterable[tuple[int, Iterable[Range]]]) -> tuple[Message, ...]:
     """Messages (peer, ranges); empty ranges and messages without elements are left out, neighbours joined."""
     found = []

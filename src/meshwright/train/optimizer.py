@@ -118,7 +118,7 @@ class AdamW:
         """Updates that moved the second moments, which is all of them unless some were frozen."""
         self.frozen_variance = False
         """The next update leaves the second moments as they are (1-bit Adam)."""
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._betas, self._eps = betas, eps
         self._first = shared["exp_avg"] if shared else [torch.zeros_like(piece.master) for piece in owned]
         self._second = shared["exp_avg_sq"] if shared else [torch.zeros_like(piece.master) for piece in owned]
         self._runs: list[tuple[float, _Run]] = []
@@ -176,7 +176,7 @@ class SGD:
         self, owned: Sequence[Owned], *, momentum: float, weight_decay: float, shared: State | None = None
     ) -> None:
         self.steps = 0
-        self._momentum, self._weight_decay = momentum, weight_decay
+        self._momentum = momentum
         self._buffers: list[Tensor] = []
         if momentum:
             self._buffers = shared["momentum"] if shared else [torch.zeros_like(piece.master) for piece in owned]

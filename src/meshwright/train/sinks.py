@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from meshwright.errors import InputError
-
-
-class Sink(Protocol):
-    """Takes one record of ``metrics.jsonl``."""
-
-    def write(self, **record: Any) -> None:
-        """Take a record; ``step`` is always in it."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 class TensorBoard:
