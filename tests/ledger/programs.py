@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
+from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from meshwright.comm.phase import phase
 
 Recorded = Callable[[], AbstractContextManager[object]]
@@ -39,7 +39,7 @@ def own_collectives(group: dist.ProcessGroup, recorded: Recorded) -> None:
                     assert reduction is not None
                     reduction.wait()
                     all_reduce(whole, group, ordered=True)
-                    broadcast(part, group, source=degree - 1)
+                    dist.broadcast(part, group=group, group_src=degree - 1)
         all_reduce(torch.ones(3), group, op="max")
         barrier(group)
 

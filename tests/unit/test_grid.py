@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import InputError
-from meshwright.job.grid import AXES, axis_degree, coordinates, groups_of, rank_of
+from meshwright.job.grid import AXES, coordinates, groups_of, rank_of
 from meshwright.job.layout import Layout
 
 
@@ -50,13 +50,17 @@ def test_placement_moves_ranks_not_groups() -> None:
 @given(layouts())
 def test_coordinates_and_groups_agree(layout: Layout) -> None:
     names = ("pp", "replicate", "shard", "tp")
+    degrees = {
+        "pp": layout.pp, "replicate": layout.replicas, "shard": layout.shard_degree, "tp": layout.tp, "dp": layout.dp,
+        "world": layout.ranks,
+    }  # fmt: skip
     for rank in range(layout.ranks):
         assert rank_of(layout, coordinates(layout, rank)) == rank
     for axis in AXES:
         groups = groups_of(layout, axis)
         assert sorted(itertools.chain(*groups)) == list(range(layout.ranks))
         for group in groups:
-            assert len(group) == axis_degree(layout, axis)
+            assert len(group) == degrees[axis]
             places = [coordinates(layout, rank) for rank in group]
             if axis in names:
                 column = names.index(axis)

@@ -25,7 +25,6 @@ DP = SimpleNamespace(group_name="dp-group")
 
 
 def test_nobody_reads_nothing_is_written() -> None:
-    assert not position.attached()
     assert position.started(DP) == 0
     with position.waiting(DP, "all_reduce"):
         position.in_phase("forward")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshwright.job.schedule_rules import micro_batch_rule
-from meshwright.schedule.in_flight import Until, in_flight, peak_bytes
-from meshwright.schedule.in_flight_closed import in_flight_closed, peak_bytes_bound, stage_in_flight_closed
+from meshwright.schedule.in_flight import Until, in_flight
+from meshwright.schedule.in_flight_closed import in_flight_closed, stage_in_flight_closed
 from meshwright.schedule.orders import SCHEDULES
 from meshwright.schedule.table import Table, table
 
@@ -81,21 +81,3 @@ def test_arrays_of_layouts_give_what_single_layouts_give() -> None:
     together = in_flight_closed(code, pp, virtual, micro_batches, rank)
     for place, (number, *one) in enumerate(all_sizes):
         assert together[place] == in_flight_closed(SCHEDULES[number], *one, rank[place])
-
-
-def test_bytes_are_bounded_from_above_and_exact_for_like_stages() -> None:
-    random = np.random.default_rng(7)
-    worst = 1.0
-    for schedule in SCHEDULES:
-        for pp, virtual, micro_batches in SIZES[schedule][::7]:
-            made, rank = table(schedule, pp, virtual, micro_batches), np.arange(pp)
-            per_stage = random.uniform(1, 2, made.stage_count)
-            by_rank = np.array([per_stage[list(made.stages_of(one))] for one in rank])
-            for until, rest in (("input", np.zeros_like(per_stage)), ("weight", per_stage)):
-                exact = peak_bytes(made, per_stage, rest)
-                bound = peak_bytes_bound(schedule, pp, virtual, micro_batches, rank, by_rank, until)
-                alike = peak_bytes_bound(schedule, pp, virtual, micro_batches, rank, np.ones_like(by_rank), until)
-                assert (bound >= exact * (1 - 1e-12)).all()
-                assert alike.tolist() == in_flight(made, until).rank.tolist()
-                worst = max(worst, float((bound / exact).max()))
-    assert worst < 1.2

@@ -16,6 +16,7 @@ from meshwright.errors import InputError
 from meshwright.plan import sync_wire
 from meshwright.prove.pool import RankPool
 from meshwright.sync.all_reduce import ALGORITHMS, Algorithm, all_reduce, make_algorithm
+from meshwright.sync.schedules import SCHEDULED
 
 Ranks = Callable[[int], RankPool]
 LONG = 1_000_000
@@ -88,7 +89,7 @@ def counts_equal_closed_forms(least: int, most: int, long: bool) -> int:
         with recorder:
             for length in lengths(ranks, long=long):
                 for name, algorithm, nodes in algorithms(ranks):
-                    if name in sync_wire.SCHEDULED:
+                    if name in SCHEDULED:
                         _compare_counts(recorder, group, length, name, algorithm, nodes)
                         compared += 1
     return compared

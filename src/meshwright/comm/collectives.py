@@ -254,16 +254,6 @@ def all_to_all(
     return _settle(Handle(group, "all_to_all", works), asynchronous)
 
 
-def broadcast(
-    tensor: Tensor, group: dist.ProcessGroup, *, source: int = 0, asynchronous: bool = False
-) -> Handle | None:
-    """Copy contiguous ``tensor`` from the group's rank ``source`` to all its ranks."""
-    if group.size() == 1 or tensor.numel() == 0:
-        return _settle(Handle(group, "broadcast", ()), asynchronous)
-    work = dist.broadcast(tensor.detach(), group=group, group_src=source, async_op=True)
-    return _settle(Handle(group, "broadcast", [work]), asynchronous)
-
-
 def barrier(group: dist.ProcessGroup) -> None:
     """Return once every rank of the group has come here."""
     if group.size() > 1:

@@ -158,11 +158,6 @@ def attach(memory: mmap.mmap | None, process: int = 0) -> None:
         _here.beat()
 
 
-def attached() -> bool:
-    """Whether a monitor reads."""
-    return _here is not None
-
-
 def name_group(name: str, axis: str, ranks: Sequence[int]) -> None:
     """Say which axis and ranks the process group ``name`` joins."""
     here = _here

@@ -39,11 +39,6 @@ def grid_shape(layout: Layout) -> tuple[int, int, int, int]:
     return (layout.pp, layout.replicas, layout.shard_degree, layout.tp)
 
 
-def axis_degree(layout: Layout, axis: str) -> int:
-    """How many ranks one group along ``axis`` has."""
-    return math.prod(grid_shape(layout)[position] for position in _span(axis))
-
-
 def _span(axis: str) -> tuple[int, ...]:
     if axis not in _SPANS:
         raise InputError(f"axis: {axis!r} is not an axis of the rank grid; use one of {', '.join(AXES)}")

@@ -68,11 +68,6 @@ class ContinuousPipeline:
         self._waiting: deque[tuple[InFlight, int]] = deque()
         """Micro-batches whose forward has run and whose backward has not, oldest first."""
 
-    @property
-    def drained(self) -> bool:
-        """Whether nothing is in flight on this rank."""
-        return not self._waiting
-
     def feed(self, version: int, batches: Sequence[MicroBatch], divisor: float) -> None:
         """Run all forwards of a step on a version, and in turn with them the backwards that have waited longest.
 

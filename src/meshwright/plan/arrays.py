@@ -314,8 +314,6 @@ class Evaluation:
     """Model FLOPs over what the device could do at its dense peak in the step time."""
     model_flops: Floats
     """Of one device: the mean over all ranks."""
-    hardware_flops: Floats
-    """With recomputation."""
     binding: Ints
     """Index into ``BINDINGS``: what takes most of the step beyond the matrix products, or memory."""
     extra: Mapping[str, Floats] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from meshwright.job.cluster import ClusterSpec
 from meshwright.job.memory import DTYPE_BYTES
 from meshwright.plan.array_memory import memory_use
 from meshwright.plan.array_time import LayerTime, Machine, StepTime, layer_time, step_time
-from meshwright.plan.arrays import BINDINGS, RECOMPUTES, Bools, Evaluation, Floats, Ints, Layouts, Work
+from meshwright.plan.arrays import BINDINGS, Bools, Evaluation, Floats, Ints, Layouts, Work
 from meshwright.plan.collectives import Network
 from meshwright.plan.rules import OURS, Rules
 from meshwright.plan.shape import Shape
@@ -106,7 +106,6 @@ def _evaluate(work: Work, cluster: ClusterSpec, layouts: Layouts, rules: Rules) 
         tokens_per_s=work.tokens / time.total,
         mfu=mfu,
         model_flops=model_flops,
-        hardware_flops=_hardware_flops(shape, layouts, rules),
         binding=_binding(time, fits),
     )
 
@@ -124,17 +123,6 @@ def _distinct(key: Ints) -> tuple[Ints, Ints]:
     """Where each distinct key stands first, and which of them every entry has."""
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first, inverse
-
-
-def _hardware_flops(shape: Shape, layouts: Layouts, rules: Rules) -> Floats:
-    """FLOPs of a device with what is computed again, by the ledger's conventions."""
-    tokens = shape.global_batch * shape.sequence
-    attention = shape.global_batch * shape.attention_flops()
-    policy = layouts.recompute
-    again = np.where(policy == RECOMPUTES.index("full"), tokens * shape.matrix_flops() + attention, 0.0)
-    again = np.where(policy == RECOMPUTES.index("selective"), attention, again)
-    half = attention / 2 if rules.fused_attention else 0.0
-    return np.asarray((shape.model_flops() + shape.layers * (again + half)) / layouts.ranks)
 
 
 _PARTS = {

@@ -82,13 +82,6 @@ def mtbf_of_run(device_mtbf: float, devices: int) -> float:
     return above_zero("device mtbf", device_mtbf, "seconds") / devices
 
 
-def observed_mtbf(span: float, failures: int) -> float:
-    """Mean time between ``failures`` seen in ``span``. Llama 3: 419 unexpected in 54 days, so 3.09 h."""
-    if failures < 1:
-        raise InputError(f"failures: {failures} say nothing about the time between them; use 1 or more")
-    return above_zero("span", span, "seconds") / failures
-
-
 def young_interval(stall: float, mtbf: float) -> float:
     """Young's first-order interval between checkpoints: ``sqrt(2 stall mtbf)``."""
     return math.sqrt(2 * above_zero("checkpoint cost", stall) * above_zero("mtbf", mtbf))

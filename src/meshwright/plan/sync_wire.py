@@ -45,7 +45,7 @@ def all_reduce(algorithm: str, rank: int, ranks: int, elements: int, nodes: Sequ
     """What rank ``rank`` of ``ranks`` sends in an all-reduce.
 
     Args:
-        algorithm: one of ``SCHEDULED``.
+        algorithm: made of messages between pairs of ranks, such as ``ring``.
         rank: this one.
         ranks: of the group.
         elements: of the tensor.
@@ -201,5 +201,3 @@ _REDUCE_SCATTER: dict[str, _Form] = {
     "leaders": _leaders_scatter,
     "ordered": _all_but_own_row,
 }
-SCHEDULED = tuple(_ALL_REDUCE)
-"""Algorithms made of messages between pairs of ranks."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from meshwright.schedule.orders import FORWARD, INPUT, WEIGHT, WHOLE, Integers
 from meshwright.schedule.table import Table
@@ -53,20 +52,3 @@ def in_flight(table: Table, until: Until = "weight") -> InFlight:
     for rank in range(table.pp):
         by_stage[list(table.stages_of(rank))] = stages[rank]
     return InFlight(np.maximum.reduceat(counts.sum(axis=1), first), by_stage)
-
-
-def peak_bytes(table: Table, whole: ArrayLike, rest: ArrayLike = 0.0) -> NDArray[np.float64]:
-    """The largest sum of activation bytes on each rank, ``[pp]``.
-
-    Args:
-        table: of the schedule.
-        whole: bytes of a micro-batch's activations in each stage from its forward to its (input part of the)
-            backward, ``[stages]``.
-        rest: of these, what stays until the weight part, ``[stages]``.
-    """
-    local = np.array([table.stages_of(rank) for rank in range(table.pp)])[table.rank]
-    shape = (table.stage_count,)
-    full, left = (np.broadcast_to(np.asarray(value, np.float64), shape)[local] for value in (whole, rest))
-    until_input = alive(table, "input")
-    held = until_input * full + (alive(table, "weight") - until_input) * left
-    return np.maximum.reduceat(held.sum(axis=1), table.starts[:-1])

@@ -14,7 +14,7 @@ each at most ``n``; ZBV also at most ``m + r + 1``.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from meshwright.schedule.in_flight import Until
 from meshwright.schedule.orders import DUALPIPEV, SCHEDULES, ZBV, Integers, slot_form
@@ -79,43 +79,3 @@ def stage_in_flight_closed(
     own = cycles * in_turn + np.clip(rest - local * in_turn, 0, in_turn)
     folded = (code == ZBV) | (code == DUALPIPEV)
     return np.select([pp == 1, folded], [1, np.minimum(np.where(local == 0, 2 * pp - rank, rank + 1), count)], own)
-
-
-def peak_bytes_bound(
-    schedule: str | ArrayLike,
-    pp: ArrayLike,
-    virtual: ArrayLike,
-    micro_batches: ArrayLike,
-    rank: ArrayLike,
-    stage_bytes: NDArray[np.float64],
-    until: Until = "weight",
-) -> NDArray[np.float64]:
-    """At least the largest sum of activation bytes on a rank, ``[layouts]``; equal to it for stages that are alike.
-
-    The heaviest stages are filled to their own peaks first, until the rank's count is used up.
-
-    Args:
-        schedule: as in :func:`in_flight_closed`, as the next four, each ``[layouts]`` or one number.
-        pp: pipeline ranks.
-        virtual: stages a rank.
-        micro_batches: of a step.
-        rank: pipeline rank.
-        stage_bytes: bytes of one micro-batch's activations in each of the rank's stages, ``[layouts, virtual]``;
-            what is beyond a layout's ``virtual`` is not read.
-        until: see ``in_flight``.
-    """
-    local = np.arange(stage_bytes.shape[-1])
-    code, pp, virtual, count, rank = np.broadcast_arrays(
-        schedule_numbers(schedule), pp, virtual, micro_batches, rank, np.empty(stage_bytes.shape[:-1])
-    )[:-1]
-    room = in_flight_closed(code, pp, virtual, count, rank, until)[..., None]
-    code, pp, virtual, count, rank = (array[..., None] for array in (code, pp, virtual, count, rank))
-    exists = (local < virtual) & ((local == 0) | (pp > 1))
-    inside = np.minimum(local, virtual - 1)
-    own = np.where(exists, stage_in_flight_closed(code, pp, virtual, count, rank, inside, until), 0)
-    weight = np.where(exists, stage_bytes, 0.0)
-    heaviest = np.argsort(-weight, axis=-1, kind="stable")
-    own, weight = (np.take_along_axis(array, heaviest, axis=-1) for array in (own, weight))
-    filled = np.minimum(np.cumsum(own, axis=-1), room)
-    taken = np.diff(filled, axis=-1, prepend=0)
-    return np.asarray((taken * weight).sum(axis=-1), np.float64)

@@ -20,11 +20,8 @@ from torch import Tensor
 class Codec(Protocol):
     """Numbers to bytes and back."""
 
-    def row_bytes(self, count: int, wide: torch.dtype) -> int:
-        """Bytes that a row of ``count`` numbers of type ``wide`` takes on the wire, scales included."""
-
     def encode(self, rows: Tensor, key: int) -> Tensor:
-        """``[rows, count]`` numbers as ``[rows, row_bytes]`` uint8; ``key`` seeds what is random."""
+        """``[rows, count]`` numbers as ``[rows, bytes]`` uint8, scales included; ``key`` seeds what is random."""
 
     def decode(self, payload: Tensor, count: int, wide: torch.dtype) -> Tensor:
         """The numbers ``[rows, count]`` of type ``wide`` that ``encode`` wrote."""

@@ -28,10 +28,6 @@ class BlockScaled:
     block: int
     kind: Literal["int8", "fp8"] = "int8"
 
-    def row_bytes(self, count: int, wide: torch.dtype) -> int:
-        """See ``Codec.row_bytes``."""
-        return count + block_count(count, self.block) * wide.itemsize
-
     def encode(self, rows: Tensor, key: int) -> Tensor:
         """See ``Codec.encode``."""
         scales = in_blocks(rows, self.block).abs().amax(2) / _LARGEST[self.kind]

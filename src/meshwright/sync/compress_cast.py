@@ -30,10 +30,6 @@ class Cast:
     def _narrow(self) -> torch.dtype:
         return torch.float16 if self.kind == "fp16" else torch.bfloat16
 
-    def row_bytes(self, count: int, wide: torch.dtype) -> int:
-        """See ``Codec.row_bytes``."""
-        return 2 * count
-
     def encode(self, rows: Tensor, key: int) -> Tensor:
         """See ``Codec.encode``."""
         if self.kind == "fp16":

@@ -64,11 +64,6 @@ class Plan:
     """(start, stop) of what travels as it is; padding with it."""
 
     @property
-    def first_count(self) -> int:
-        """Numbers of the first all-reduce: every P, and what is dense."""
-        return sum(matrix.rows * matrix.rank for matrix in self.matrices) + sum(b - a for a, b in self.dense)
-
-    @property
     def second_count(self) -> int:
         """Numbers of the second: every Q."""
         return sum(matrix.columns * matrix.rank for matrix in self.matrices)

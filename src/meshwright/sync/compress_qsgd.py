@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshwright.sync.codec import block_count, in_blocks, join, pack_bits, packed_bytes, split, unpack_bits
+from meshwright.sync.codec import block_count, in_blocks, join, pack_bits, split, unpack_bits
 
 _KEYS = 2**63
 
@@ -35,10 +35,6 @@ class Qsgd:
     def levels(self) -> int:
         """The largest level, s."""
         return (1 << (self.bits - 1)) - 1
-
-    def row_bytes(self, count: int, wide: torch.dtype) -> int:
-        """See ``Codec.row_bytes``."""
-        return packed_bytes(count, self.bits) + block_count(count, self.block) * wide.itemsize
 
     def encode(self, rows: Tensor, key: int) -> Tensor:
         """See ``Codec.encode``."""

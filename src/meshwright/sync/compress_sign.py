@@ -22,7 +22,6 @@ from meshwright.sync.codec import (
     in_blocks,
     join,
     pack_bits,
-    packed_bytes,
     split,
     unpack_bits,
 )
@@ -34,10 +33,6 @@ class Sign:
 
     block: int
     norm: Literal["l1", "l2"] = "l1"
-
-    def row_bytes(self, count: int, wide: torch.dtype) -> int:
-        """See ``Codec.row_bytes``: ``ceil(count / 8)`` and a scale a block."""
-        return packed_bytes(count, 1) + block_count(count, self.block) * wide.itemsize
 
     def encode(self, rows: Tensor, key: int) -> Tensor:
         """See ``Codec.encode``; zero counts as positive."""

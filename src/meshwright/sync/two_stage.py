@@ -88,7 +88,7 @@ class TwoStage:
         values.copy_(self.codec.decode(gathered, row.numel(), values.dtype).view(-1))
 
     def _encode(self, name: str, level: str, values: Tensor, rows: int, rank: int) -> Tensor:
-        """The payload ``[rows * row_bytes]`` of ``values`` and what was not sent before; keeps what is not sent now."""
+        """The payload ``[bytes]`` of ``values`` and what was not sent before; keeps what is not sent now."""
         memory = self.memories.find(name, level, "residual")
         if memory is not None:
             values.add_(memory.now)
