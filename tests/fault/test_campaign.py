@@ -67,7 +67,7 @@ def test_every_sort_and_every_layout_comes_and_can_happen(tmp_path: Path) -> Non
         assert at == sorted(set(at)) and at[0] >= 2 * EVERY and at[-1] < STEPS
 
 
-def test_what_goes_wrong_is_counted(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_counted() -> None:
     """A run whose parameters changed, one whose fault did not happen, one that blames the wrong rank."""
     good = Verdict(0, 0, ["kill rank=0 step=4"], "kill", 0, 4, "start", "dp=2", fired=True, right_state=True)
     assert passed(summary([good]))

@@ -60,7 +60,7 @@ def import_and_save(job: Job, out: str) -> tuple[float, dict[int, Any]]:
         for module in trainer.stages.values():
             if module.last:
                 module.final_norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
-        mine = batches(job, mesh.coordinate("dp"), 2)
+        mine = batches(mesh.coordinate("dp"), 2)
         loss, valid, _ = trainer.evaluate(mine)
         logits = {}
         with torch.no_grad():
@@ -71,7 +71,7 @@ def import_and_save(job: Job, out: str) -> tuple[float, dict[int, Any]]:
         return loss / valid, logits
 
 
-def batches(job: Job, dp_rank: int, dp: int) -> list[Batch]:
+def batches(dp_rank: int, dp: int) -> list[Batch]:
     samples = ProofSamples(97, 16, seed=3, masked=False)
     return proof_batches(samples, 0, global_size=4, micro_batch=1, dp_rank=dp_rank, dp=dp)
 
@@ -84,8 +84,8 @@ def test_in_and_out_of_eight_ranks(ranks: Ranks, tmp_path: Path, name: str) -> N
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path / "in")
     job = job_from(tmp_path / "in")
-    tokens = torch.cat([batch.tokens for batch in batches(job, 0, 1)])
-    labels = torch.cat([batch.labels for batch in batches(job, 0, 1)])
+    tokens = torch.cat([batch.tokens for batch in batches(0, 1)])
+    labels = torch.cat([batch.labels for batch in batches(0, 1)])
     with torch.no_grad():
         logits = theirs(input_ids=tokens).logits
     expected = torch.nn.functional.cross_entropy(logits.view(-1, 97), labels.view(-1)).item()
@@ -100,7 +100,7 @@ def test_in_and_out_of_eight_ranks(ranks: Ranks, tmp_path: Path, name: str) -> N
     checkpoint = latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     mine = load_whole_model(job, checkpoint).eval()
-    batch = batches(job, 0, 1)
+    batch = batches(0, 1)
     with torch.no_grad():
         ours = torch.stack([mine.logits(None, each) for each in batch])
     assert (ours - logits).abs().max() < 1e-5

@@ -126,7 +126,7 @@ def test_missing_files(path: Path, name: str) -> None:
     assert latest(path.parent) == path.parent / "step-1"
 
 
-def test_swapped_files(path: Path, tmp_path: Path) -> None:
+def test_swapped_files(path: Path) -> None:
     first, second = path / _FILES[0], path / _FILES[1]
     data = first.read_bytes()
     first.write_bytes(second.read_bytes())

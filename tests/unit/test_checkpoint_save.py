@@ -48,7 +48,7 @@ def model(seed: int = 0) -> Tensors:
     }
 
 
-def flat_shards(tensors: Tensors, rank: int, size: int, cuts: Callable[[int], Sequence[int]]) -> list[PlacedTensor]:
+def flat_shards(tensors: Tensors, rank: int, cuts: Callable[[int], Sequence[int]]) -> list[PlacedTensor]:
     """This rank's flat range of each tensor, as boxes, flat as optimizers hold them."""
     found = []
     for key, tensor in tensors.items():
@@ -81,7 +81,7 @@ def save_flat(folder: Path, step: int, tensors: Tensors, size: int = 1, **more: 
     disk = more.pop("disk", None)
 
     def run(world: ThreadWorld) -> Path:
-        boxes = flat_shards(tensors, world.rank, size, even(size))
+        boxes = flat_shards(tensors, world.rank, even(size))
         return save(folder, step, boxes, world=world, disk=disk, **more)
 
     return on_ranks(size, run)[0]
@@ -142,12 +142,12 @@ def test_any_shards_load_into_any_shards(tmp_path_factory: Any, data: st.DataObj
     from_, to = cuts(savers), cuts(loaders)
 
     def store(world: ThreadWorld) -> Path:
-        return save(folder, 1, flat_shards(tensors, world.rank, savers, from_), world=world)
+        return save(folder, 1, flat_shards(tensors, world.rank, from_), world=world)
 
     path = on_ranks(savers, store)[0]
 
     def restore(world: ThreadWorld) -> None:
-        right = flat_shards(tensors, world.rank, loaders, to)
+        right = flat_shards(tensors, world.rank, to)
         found = blank(right)
         load(path, found, world=world)
         for expected, box in zip(right, found, strict=True):
@@ -208,7 +208,7 @@ def test_no_rank_writes_much_more_than_the_mean() -> None:
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
-def test_large_boxes_are_cut_into_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_boxes_are_cut_into_slices() -> None:
     cut = pieces_of([whole("w", torch.arange(60.0).view(5, 12))], slice_bytes=100)
     assert [piece.box for piece in cut] == [((0, 0), (2, 12)), ((2, 0), (2, 12)), ((4, 0), (1, 12))]
     assert torch.equal(torch.cat([piece.tensor for piece in cut]), torch.arange(60.0).view(5, 12))
@@ -435,7 +435,7 @@ def test_a_full_disk_leaves_the_old_one_and_all_ranks_agree(tmp_path: Path, size
 
         def store(world: ThreadWorld, folder: Path = folder, disk: FailingDisk = disk) -> str:
             try:
-                save(folder, 2, flat_shards(model(2), world.rank, size, even(size)), keep=1, world=world, disk=disk)
+                save(folder, 2, flat_shards(model(2), world.rank, even(size)), keep=1, world=world, disk=disk)
             except SaveError as error:
                 return str(error)
             return ""
@@ -459,7 +459,7 @@ def test_one_rank_that_fails_in_its_own_way_stops_all(tmp_path: Path) -> None:
 
     def store(world: ThreadWorld) -> str:
         try:
-            save(tmp_path, 2, flat_shards(model(), world.rank, 3, even(3)), world=world, disk=Odd())
+            save(tmp_path, 2, flat_shards(model(), world.rank, even(3)), world=world, disk=Odd())
         except SaveError as error:
             return str(error)
         return ""
@@ -483,13 +483,13 @@ def test_what_killed_saves_left_is_cleaned_but_nothing_else(tmp_path: Path) -> N
 def _save_on_rank(folder: str, size: int) -> str:
     import torch.distributed as dist
 
-    return str(save(folder, 11, flat_shards(model(), dist.get_rank(), size, even(size)), state={"cursor": 3}, keep=1))
+    return str(save(folder, 11, flat_shards(model(), dist.get_rank(), even(size)), state={"cursor": 3}, keep=1))
 
 
 def _load_on_rank(path: str, size: int) -> Any:
     import torch.distributed as dist
 
-    right = flat_shards(model(), dist.get_rank(), size, even(size))
+    right = flat_shards(model(), dist.get_rank(), even(size))
     found = blank(right)
     manifest = load(path, found)
     equal = all(torch.equal(expected.tensor, box.tensor) for expected, box in zip(right, found, strict=True))
@@ -515,7 +515,7 @@ def test_gloo_ranks_save_and_others_load(tmp_path: Path, ranks: Callable[[int], 
 
 
 def _load_alone(path: Path) -> bool:
-    right = flat_shards(model(), 0, 1, even(1))
+    right = flat_shards(model(), 0, even(1))
     found = blank(right)
     load(path, found)
     return all(torch.equal(expected.tensor, box.tensor) for expected, box in zip(right, found, strict=True))

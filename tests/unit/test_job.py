@@ -52,7 +52,7 @@ def test_minimal_job_has_the_documented_defaults(job_file: Path) -> None:
     assert job.layout == Layout()
 
 
-def test_sizes_override_the_preset_and_derived_sizes_follow(tmp_path: Path) -> None:
+def test_sizes_override_the_preset_and_derived_sizes_follow() -> None:
     job = job_from_values(
         {
             "model": {"preset": "gpt2", "hidden": 64, "ffn_hidden": 128, "heads": 4},

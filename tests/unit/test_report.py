@@ -156,7 +156,7 @@ def test_bars_are_their_data(run_page: str, name: str) -> None:
     assert sorted(drawn) == sorted((value,) for bar in data["bars"] for value in bar["parts"].values() if value)
 
 
-def test_memory_is_the_ledgers(run: Path, run_page: str) -> None:
+def test_memory_is_the_ledgers(run_page: str) -> None:
     bars = Reader(run_page).data["memory"]["bars"]
     for source in ("predicted", "measured"):
         for entry in measured(small_job()).ranks:

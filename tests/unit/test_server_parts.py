@@ -121,7 +121,7 @@ def test_who_does_not_belong_is_refused_and_nothing_is_applied(node: Node, run: 
     assert "secret" not in str(refused.value) + repr(run) and "wrong" not in repr(node.said)  # type: ignore[attr-defined]
 
 
-def test_another_version_is_told_so_on_both_sides(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_told_so_on_both_sides(node: Node) -> None:
     with socket.create_connection(node.address) as connection:
         prefix = protocol.PREFIX.pack(protocol.MAGIC, 7, 2, 0)
         connection.sendall(prefix + b"{}")
