@@ -125,27 +125,7 @@ def plan(
         _compare(job, compared, cluster, console, as_json)
         return
     found = _find(job, cluster, layout, top, as_json, delayed=delayed)
-    horizon = _horizon(found, days, job)
-    explained = _explained(job, found, rank) if explain and found.layouts else None
-    if as_json:
-        # With the job and the machines the answer stands alone: `meshwright report` draws from it.
-        value = {**found.model_dump(), "job": job.model_dump(mode="json", exclude_none=True)}
-        value["machines"] = load_cluster(cluster or str(job.cluster.machines)).model_dump(exclude_none=True)
-        value |= {"days": horizon.model_dump()} if horizon is not None else {}
-        value |= {"ledger": explained[1].model_dump(), "explained": explained[2]} if explained is not None else {}
-        print(json.dumps(value))
-    else:
-        from meshwright.cli.plan_show import show_explained, show_plan
-
-        show_plan(console, found, job)
-        if explained is not None:
-            show_explained(console, *explained)
-        if horizon is not None:
-            print_days(console, horizon)
-    if not found.fits:
-        if not as_json:
-            console.print(f"nothing fits; {nothing_fits(found)}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
+    _answer(job, found, days, cluster, console, explain=explain, rank=rank, as_json=as_json)
 
 
 def _refuse_unused(alone: str | None, given: Mapping[str, bool], rank: int | None) -> None:
@@ -216,6 +196,34 @@ def _find(job: Job, cluster: str | None, layout: str | None, top: int, quiet: bo
         return plan_layout(job, cluster)
     with search_progress(quiet) as report:
         return search(job, cluster, top=top, delayed=delayed, progress=report)
+
+
+def _answer(
+    job: Job, found: Plan, days: DaysOptions, cluster: str | None, console: Console, *, explain: bool, rank: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print what was found, with its days and its ledger where they were asked for; exit code 1 where nothing fits."""
+    horizon = _horizon(found, days, job)
+    explained = _explained(job, found, rank) if explain and found.layouts else None
+    if as_json:
+        # With the job and the machines the answer stands alone: `meshwright report` draws from it.
+        value = {**found.model_dump(), "job": job.model_dump(mode="json", exclude_none=True)}
+        value["machines"] = load_cluster(cluster or str(job.cluster.machines)).model_dump(exclude_none=True)
+        value |= {"days": horizon.model_dump()} if horizon is not None else {}
+        value |= {"ledger": explained[1].model_dump(), "explained": explained[2]} if explained is not None else {}
+        print(json.dumps(value))
+    else:
+        from meshwright.cli.plan_show import show_explained, show_plan
+
+        show_plan(console, found, job)
+        if explained is not None:
+            show_explained(console, *explained)
+        if horizon is not None:
+            print_days(console, horizon)
+    if not found.fits:
+        if not as_json:
+            console.print(f"nothing fits; {nothing_fits(found)}", style="bold red", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 @contextmanager
