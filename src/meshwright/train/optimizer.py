@@ -101,6 +101,17 @@ class _Run:
                 tensor.copy_(padded[row, : tensor.numel()])
 
 
+def _runs(owned: Sequence[Owned], moments: Sequence[Sequence[Tensor]], weight_decay: float) -> list[tuple[float, _Run]]:
+    """What is updated alike, and its weight decay: matrices, and then the rest."""
+    runs = []
+    for decay in (True, False):
+        chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
+        if chosen:
+            run = _Run([owned[i] for i in chosen], [[moment[i] for i in chosen] for moment in moments])
+            runs.append((weight_decay if decay else 0.0, run))
+    return runs
+
+
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay, applied to matrices only."""
 
@@ -121,12 +132,7 @@ class AdamW:
         self._betas, self._eps = betas, eps
         self._first = shared["exp_avg"] if shared else [torch.zeros_like(piece.master) for piece in owned]
         self._second = shared["exp_avg_sq"] if shared else [torch.zeros_like(piece.master) for piece in owned]
-        self._runs: list[tuple[float, _Run]] = []
-        for decay in (True, False):
-            chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
-            if chosen:
-                moments = [[self._first[i] for i in chosen], [self._second[i] for i in chosen]]
-                self._runs.append((weight_decay if decay else 0.0, _Run([owned[i] for i in chosen], moments)))
+        self._runs = _runs(owned, [self._first, self._second], weight_decay)
 
     def step(self, learning_rate: float) -> None:
         """One update; bias correction counts from 1."""
@@ -180,12 +186,7 @@ class SGD:
         self._buffers: list[Tensor] = []
         if momentum:
             self._buffers = shared["momentum"] if shared else [torch.zeros_like(piece.master) for piece in owned]
-        self._runs: list[tuple[float, _Run]] = []
-        for decay in (True, False):
-            chosen = [index for index, piece in enumerate(owned) if piece.decay is decay]
-            if chosen:
-                moments = [[self._buffers[i] for i in chosen]] if momentum else []
-                self._runs.append((weight_decay if decay else 0.0, _Run([owned[i] for i in chosen], moments)))
+        self._runs = _runs(owned, [self._buffers] if momentum else [], weight_decay)
 
     def step(self, learning_rate: float) -> None:
         """One update."""
