@@ -155,15 +155,7 @@ def load_into(model: StageModel, folder: Path | str) -> None:
     Raises:
         InputError: as ``HuggingFaceFolder``; every rank checks the whole list, so all raise the same.
     """
-    source = HuggingFaceFolder(Path(folder), model.spec)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for fqn, segments in model.segments.items():
-            physical = parameters[fqn].data
-            if sum(segment.count for segment in segments) != physical.numel():
-                physical.zero_()
-            for segment in segments:
-                segment.box(physical).copy_(source.box(segment))
+    model.fill(HuggingFaceFolder(Path(folder), model.spec).box)
 
 
 def save(

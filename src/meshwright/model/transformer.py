@@ -6,6 +6,8 @@ through a ``Partition``, so the same modules serve one device and tensor paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -190,6 +192,17 @@ class StageModel(nn.Module):
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward of the last stage up to the logits ``[tokens, vocabulary]``."""
         return self.partition.logits(self(hidden, batch), self.head_weight)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[Segment], Tensor]) -> None:
+        """Take each logical box of the parameters from ``read``; padding becomes zero."""
+        parameters = dict(self.named_parameters())
+        for fqn, segments in self.segments.items():
+            physical = parameters[fqn].data
+            if sum(segment.count for segment in segments) != physical.numel():
+                physical.zero_()
+            for segment in segments:
+                segment.box(physical).copy_(read(segment))
 
     def _randomness(self) -> Randomness | None:
         if not self.training or (self.spec.dropout == 0.0 and self.spec.attention_dropout == 0.0):

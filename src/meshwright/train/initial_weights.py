@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from meshwright.checkpoint.load import misfits, read_box
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from meshwright.errors import CheckpointError, InputError
@@ -28,15 +26,7 @@ def load_weights(module: StageModel, folder: Path) -> None:
         load_into(module, folder)
         return
     manifest = _fitting_manifest(module.spec, folder)
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for fqn, segments in module.segments.items():
-            physical = parameters[fqn].data
-            if sum(segment.count for segment in segments) != physical.numel():
-                physical.zero_()  # padding
-            for segment in segments:
-                box = read_box(manifest, segment.name, segment.offsets, segment.sizes)
-                segment.box(physical).copy_(box)
+    module.fill(lambda segment: read_box(manifest, segment.name, segment.offsets, segment.sizes))
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
