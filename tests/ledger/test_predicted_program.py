@@ -7,21 +7,10 @@ from typing import Any
 import pytest
 
 from meshwright.comm import collectives
-from meshwright.job.job import Job
-from meshwright.ledger.compare import Tolerances, compare
 from meshwright.parallel import buckets, replicate
-from meshwright.plan.predict import predict
-from meshwright.prove.trace import trace
+from tests.ledger.exactly import differences
 from tests.ledger.random_jobs import random_job, random_rank
 from tests.small_jobs import small_job
-
-EXACT = Tolerances(activations=None, wire=0.0)
-
-
-def differences(job: Job, rank: int) -> list[str]:
-    """What the predicted and the traced ledger of a rank do not agree on."""
-    found = compare([trace(job, [rank]), predict(job, [rank])], EXACT)
-    return [f"{each.quantity}: {each.values}" for each in found if not each.agrees]
 
 
 @pytest.mark.parametrize("seed", [*range(1, 5), *(pytest.param(seed, marks=pytest.mark.all) for seed in range(5, 200))])

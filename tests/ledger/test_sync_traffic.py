@@ -9,15 +9,14 @@ import pytest
 
 from meshwright.job.job import Job
 from meshwright.job.sync_section import UNCHUNKED
-from meshwright.ledger.compare import Tolerances, compare
+from meshwright.ledger.compare import compare
 from meshwright.plan.predict import predict
 from meshwright.prove.ledgers import measure
 from meshwright.prove.pool import RankPool
 from meshwright.prove.sync_cases_algorithms import ALGORITHMS
-from meshwright.prove.trace import trace
+from tests.ledger.exactly import EXACT, differences
 from tests.small_jobs import small_job
 
-EXACT = Tolerances(activations=None, wire=0.0)
 LAYOUTS = ("dp=3", "dp=4 shard=2 zero=1", "dp=3 tp=2 zero=1", "dp=6 shard=3 zero=3", "dp=5 zero=2", "dp=4 pp=2")
 
 
@@ -28,11 +27,6 @@ def job_with(algorithm: str, layout: str, **others: dict[str, Any]) -> Job:
     if algorithm in ("hierarchical", "leaders"):
         sync["node_size"] = 2
     return small_job(f"{layout} micro_batch=1", sync=sync, batch={"global_size": 12}, **others)
-
-
-def differences(job: Job, rank: int) -> list[str]:
-    found = compare([trace(job, [rank]), predict(job, [rank])], EXACT)
-    return [f"{each.quantity}: {each.values}" for each in found if not each.agrees]
 
 
 @pytest.mark.parametrize(("algorithm", "layout"), [
