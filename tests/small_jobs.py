@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.folder import latest
+from meshwright.checkpoint.load import read_tensor, tensor_names
 from meshwright.comm.mesh import Mesh
 from meshwright.data.batch import Batch
 from meshwright.job.job import Job, job_from_values
@@ -118,3 +120,26 @@ def train_and_save(job: Job, folder: str, start: int, stop: int, save_at: Sequen
             if step + 1 in save_at:
                 saver.save()
     return reports
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bits of everything in the last checkpoint."""
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    return {
+        f"{role}/{name}": read_tensor(path, name, role).numpy().tobytes()  # type: ignore[arg-type]
+        for role in ("parameter", "exp_avg", "exp_avg_sq", "momentum", "sync")
+        for name in tensor_names(path, role)  # type: ignore[arg-type]
+    }
+
+
+def stopped_and_resumed(ranks: Callable[[int], RankPool], job: Job, folder: Path) -> dict[str, bytes]:
+    """Six steps at a time and three by three, equal to the last bit; what they end with."""
+    pool = ranks(job.layout.ranks)
+    whole = pool.run(train_and_save, job, str(folder / "a"), 0, 6, [6])[0]
+    first = pool.run(train_and_save, job, str(folder / "b"), 0, 3, [3])[0]
+    second = pool.run(train_and_save, job, str(folder / "b"), 3, 6, [6])[0]
+    assert [*first, *second] == whole
+    found = contents(folder / "a")
+    assert found == contents(folder / "b")
+    return found

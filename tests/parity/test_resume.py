@@ -19,21 +19,10 @@ from meshwright.prove.oracle import whole_model
 from meshwright.prove.pool import RankFailure, RankPool
 from meshwright.train.saving import Saver, load_whole_model
 from meshwright.train.trainer import Trainer
-from tests.small_jobs import small_job, train_and_save
+from tests.small_jobs import contents, small_job, stopped_and_resumed, train_and_save
 
 Ranks = Callable[[int], RankPool]
 ADAMW = {"optimizer": {"name": "adamw", "lr": 0.01, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 0.5}}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bits of everything in the last checkpoint."""
-    path = latest(folder / "checkpoints")
-    assert path is not None
-    return {
-        f"{role}/{name}": read_tensor(path, name, role).numpy().tobytes()  # type: ignore[arg-type]
-        for role in ("parameter", "exp_avg", "exp_avg_sq")
-        for name in tensor_names(path, role)  # type: ignore[arg-type]
-    }
 
 
 @pytest.mark.parametrize(
@@ -52,12 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """Stopped at the edge of warm-up, with clipping, moments and momentum on the way."""
     job = small_job(layout, precision={"dtype": "float32"}, **ADAMW)
-    pool = ranks(job.layout.ranks)
-    whole = pool.run(train_and_save, job, str(tmp_path / "a"), 0, 6, [6])[0]
-    first = pool.run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])[0]
-    second = pool.run(train_and_save, job, str(tmp_path / "b"), 3, 6, [6])[0]
-    assert [*first, *second] == whole
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    stopped_and_resumed(ranks, job, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from meshwright.job.job import Job
 from meshwright.prove.pool import RankPool
 from meshwright.train.saving import Saver
 from meshwright.train.trainer import Trainer
-from tests.small_jobs import small_job, train_and_save
+from tests.small_jobs import small_job, stopped_and_resumed, train_and_save
 
 Ranks = Callable[[int], RankPool]
 
@@ -59,17 +59,6 @@ def job_by_nodes(text: str) -> Job:
     return job_of(layout, {"compression": "sign", **nodes}, ADAMW)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bits of everything in the last checkpoint."""
-    path = latest(folder / "checkpoints")
-    assert path is not None
-    return {
-        f"{role}/{name}": read_tensor(path, name, role).numpy().tobytes()  # type: ignore[arg-type]
-        for role in ("parameter", "exp_avg", "exp_avg_sq", "momentum", "sync")
-        for name in tensor_names(path, role)  # type: ignore[arg-type]
-    }
-
-
 @pytest.mark.parametrize(
     ("layout", "sync", "optimizer"),
     [
@@ -81,13 +70,7 @@ def test_a_resumed_run_is_bit_equal(
     ranks: Ranks, tmp_path: Path, layout: str, sync: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     job = job_of(layout, sync, optimizer)
-    pool = ranks(job.layout.ranks)
-    whole = pool.run(train_and_save, job, str(tmp_path / "a"), 0, 6, [6])[0]
-    first = pool.run(train_and_save, job, str(tmp_path / "b"), 0, 3, [3])[0]
-    second = pool.run(train_and_save, job, str(tmp_path / "b"), 3, 6, [6])[0]
-    assert [*first, *second] == whole
-    found = contents(tmp_path / "a")
-    assert found == contents(tmp_path / "b")
+    found = stopped_and_resumed(ranks, job, tmp_path)
     remembers = sync.get("compression") != "qsgd"  # its error has mean zero, nothing is fed back
     assert any(name.startswith("sync/") for name in found) is remembers
 
