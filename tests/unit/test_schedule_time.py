@@ -1,4 +1,4 @@
-"""Schedules in time: the figures of the papers, a plain simulation, closed forms and estimates against it."""
+"""Schedules in time: the figures of the papers, a plain simulation, closed forms against it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from meshwright.errors import InputError
 from meshwright.job.layout import DELAYED_SCHEDULES, LOOPED_SCHEDULES, V_SCHEDULES
 from meshwright.job.schedule_rules import micro_batch_rule
 from meshwright.schedule.bubble import bubble
-from meshwright.schedule.estimate import estimate
 from meshwright.schedule.in_flight import in_flight
 from meshwright.schedule.orders import SCHEDULES
 from meshwright.schedule.simulate import Sends, Simulation, simulate
@@ -238,54 +237,3 @@ def test_large_pipelines_are_quick() -> None:
     simulation = simulate(table("zero-bubble", 64, 2, 512), 1, 1, 1, 0.01)
     assert time.process_time() - began < 0.5
     assert len(simulation.start) == 3 * 2 * 512 * 64
-
-
-def drawn(schedule: str, seed: int, cases: int, spread: float, longest: float) -> list[tuple[float, float]]:
-    """Estimate and simulated makespan of random sizes and times."""
-    random = np.random.default_rng(seed)
-    found = []
-    while len(found) < cases:
-        pp = int(random.integers(1, 11))
-        virtual = 2 if schedule in V_SCHEDULES else int(random.integers(1, 5)) if schedule in LOOPED_SCHEDULES else 1
-        micro_batches = int(random.integers(1, 6 * pp + 1))
-        if micro_batch_rule(schedule, pp, virtual, micro_batches) or (pp == 1 and virtual > 1):
-            continue
-        middle = np.array([1, random.uniform(1, 1.4), random.uniform(0.6, 1)])
-        first, last = middle * random.uniform(1 - spread, 1 + spread, (2, 1))
-        transfer = random.uniform(0, longest)
-        classes = np.array([first, middle, last]).T
-        stages = np.array([first, *[middle] * (pp * virtual - 2), last] if pp > 1 else [first]).T
-        guess = float(estimate(schedule, pp, virtual, micro_batches, *classes, transfer))
-        if schedule in DELAYED_SCHEDULES and pp > 1:
-            found.append((guess, between_others(schedule, pp, micro_batches, *stages, transfer)))
-            continue
-        found.append((guess, simulate(table(schedule, pp, virtual, micro_batches), *stages, transfer).makespan))
-    return found
-
-
-@pytest.mark.parametrize("cases", [60, pytest.param(1200, marks=pytest.mark.all)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_estimates_are_near_the_simulation(schedule: str, cases: int) -> None:
-    """The bounds that ``estimate`` states."""
-    errors = np.array([guess / true - 1 for guess, true in drawn(schedule, 11, cases, spread=0.3, longest=0.2)])
-    assert np.sqrt((errors**2).mean()) < 0.025
-    assert np.abs(errors).max() < 0.12
-
-
-def test_estimates_of_like_stages_without_messages_are_exact() -> None:
-    for schedule in ("gpipe", "1f1b", "interleaved", "looped-bfs", "dualpipev"):
-        for guess, true in drawn(schedule, 5, 15, spread=0, longest=0):
-            assert guess == pytest.approx(true)
-
-
-def test_estimates_of_arrays_are_those_of_single_layouts() -> None:
-    random = np.random.default_rng(1)
-    rows = [
-        (code, pp, 2 if name in V_SCHEDULES else 1, 2 * pp)
-        for (code, name), pp in product(enumerate(SCHEDULES), (1, 2, 5))
-    ]
-    code, pp, virtual, micro_batches = np.array(rows).T
-    parts = random.uniform(0.5, 2, (3, len(rows), 3))
-    together = estimate(code, pp, virtual, micro_batches, *parts, 0.1)
-    for place, (number, *one) in enumerate(rows):
-        assert together[place] == pytest.approx(float(estimate(SCHEDULES[number], *one, *parts[:, place], 0.1)))
