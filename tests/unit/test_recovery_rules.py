@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -30,7 +31,7 @@ from meshwright.recovery.goodput import Goodput, part_of
 from meshwright.recovery.incident import Incident
 from meshwright.recovery.lock import RunLock
 from meshwright.recovery.lost import keep_position, peers_lost
-from meshwright.recovery.monitor import Finding, Kind, Limits, Monitor, Seen, waiters_for
+from meshwright.recovery.monitor import Finding, Kind, Limits, Monitor, Seen, process_state, waiters_for
 from meshwright.recovery.prefetch import Prefetch
 from meshwright.recovery.reporting import Reporting
 from meshwright.recovery.shrink import fewer_ranks
@@ -361,6 +362,34 @@ def test_a_hook_that_fails_is_noted_and_changes_nothing(tmp_path: Path) -> None:
     notes = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert notes[0]["outcome"] == "none needed"
     assert notes[1]["hook"] == "command" and notes[1]["failed"].startswith("exit code 3")
+
+
+def test_a_hook_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    class Patience:
+        seconds = 0.0
+
+        def join(self, seconds: float) -> None:
+            self.seconds = seconds
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    child = tmp_path / "child"
+    section = RecoverySection(
+        alert_webhook=f"http://127.0.0.1:{silent.getsockname()[1]}/", alert_timeout=0.5,
+        alert_command=f"sleep 60 & echo $! > {child}; wait; true",
+    )  # fmt: skip
+    alerts, last = Alerts(tmp_path / "alerts.jsonl", section), Patience()
+    alerts.send("slow", "rank 1 is slow", action="go on")
+    alerts._threads.append(last)  # type: ignore[arg-type]
+    alerts.close()
+    notes = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()[1:]]
+    silent.close()
+    assert sorted(note["hook"] for note in notes) == ["command", "webhook"]
+    assert all("timed out" in note["failed"] for note in notes)
+    assert last.seconds <= 1.5, "a hook that does not end is waited for no more than a second longer"
+    deadline = time.monotonic() + 10
+    while process_state(int(child.read_text())) not in ("", "Z"):
+        assert time.monotonic() < deadline, "what the command started goes on"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

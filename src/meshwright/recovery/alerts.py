@@ -7,6 +7,8 @@ long is noted in ``alerts.jsonl`` and changes nothing else.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -103,12 +105,18 @@ class Alerts:
 
 
 def _run(command: str, alert: dict[str, Any], timeout: float) -> None:
-    done = subprocess.run(
-        command, shell=True, input=json.dumps(alert).encode(), timeout=timeout, check=False,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    if done.returncode:
-        raise ValueError(f"exit code {done.returncode}: {done.stderr.decode(errors='replace').strip()[-200:]}")
+    """In a session of its own, which ends as a whole: a shell that is killed leaves behind what it started."""
+    with subprocess.Popen(
+        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            _, said = process.communicate(json.dumps(alert).encode(), timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise ValueError(f"exit code {process.returncode}: {said.decode(errors='replace').strip()[-200:]}")
 
 
 def _post(url: str, alert: dict[str, Any], timeout: float) -> None:
