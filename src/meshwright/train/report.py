@@ -65,7 +65,7 @@ def _sample(job: Job, run_dir: Path) -> str | None:
     from meshwright.train.sampling import continue_prompt  # load the whole program
     from meshwright.train.saving import load_whole_model
 
-    tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+    tokenizer = open_tokenizer(job.data.tokenizer)
     model = load_whole_model(job, checkpoint)
     numbers = continue_prompt(
         model, tokenizer.encode([prompt])[0].tolist(), tokens=job.observe.sample_tokens, window=job.data.sequence_length
