@@ -61,6 +61,13 @@ def unresolved_job(layout: str = "", **changes: Any) -> Job:
     return job_from_values(values)
 
 
+SCHEDULED: dict[str, Any] = {
+    "name": "adamw", "lr": 0.01, "eps": 1e-6, "betas": (0.8, 0.9), "schedule": "cosine", "warmup_steps": 1,
+    "decay_steps": 3, "min_lr_ratio": 0.2,
+}  # fmt: skip
+"""An optimizer with nothing at its default: in five steps the warm-up, the decay and what is left after it."""
+
+
 def samples(job: Job, *, masked: bool = True) -> ProofSamples:
     """Random samples for a job."""
     return ProofSamples(job.model_spec.vocabulary, job.data.sequence_length, seed=11, masked=masked)
