@@ -111,6 +111,9 @@ def test_payloads_by_hand() -> None:
     assert sent({"compression": "bf16"}) == pytest.approx(elements * (2 + 1))
     assert sent({"compression": "int8"}) == pytest.approx(elements * (1 + 4 / 256) * 1.5, rel=1e-3)
     assert sent({"compression": "sign"}) == pytest.approx(elements * (1 / 8 + 4 / 256) * 1.5, rel=1e-3)
+    for bits in (2, 8):
+        qsgd = sent({"compression": "qsgd", "compression_bits": bits})
+        assert qsgd == pytest.approx(elements * (bits / 8 + 4 / 256) * 1.5, rel=1e-3)
     assert sent({"compression": "dgc"}) == pytest.approx(elements * 8 / 1000, rel=1e-2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from hypothesis import strategies as st
 from meshwright.comm.copies import Span
 from meshwright.job.adam_rounds import full_round
 from meshwright.sync.codec import Codec, pack_bits, packed_bytes, unpack_bits
+from meshwright.sync.compress_adam import OneBitMomentum
 from meshwright.sync.compress_blocks import BlockScaled
 from meshwright.sync.compress_cast import Cast
 from meshwright.sync.compress_dgc import kept_count, sparsity_at
 from meshwright.sync.compress_powersgd import plan_of, saves
 from meshwright.sync.compress_qsgd import Qsgd
 from meshwright.sync.compress_sign import Sign
+from meshwright.sync.memory import Memories
+from meshwright.train.compressing import codec_of, method_of
+from tests.small_jobs import unresolved_job
 
 CODECS: list[Codec] = [
     Cast("fp16"), Cast("bf16"), Sign(32), Sign(7, "l2"), Qsgd(16, 2), Qsgd(64, 4), Qsgd(5, 8),
@@ -162,3 +167,15 @@ def test_matrices_and_the_rest() -> None:
     assert plan.dense == ((0, 3), (51, 58), (64, 66))
     assert plan.second_count == 6 + 3
     assert not saves(8, 6, 4, 1.0) and saves(8, 6, 4, 0.0)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_levels_take_the_bits_of_the_job(bits: Literal[2, 8]) -> None:
+    job = unresolved_job("dp=2", sync__compression="qsgd", sync__compression_bits=bits)
+    assert codec_of(job) == Qsgd(job.sync.compression_block, bits)
+
+
+def test_momentum_that_travels_is_adam_s_of_the_job() -> None:
+    job = unresolved_job("dp=2", sync__compression="one-bit-adam", optimizer__betas=[0.8, 0.9])
+    method = method_of(job, Memories())
+    assert isinstance(method, OneBitMomentum) and method.beta == 0.8

@@ -133,6 +133,16 @@ def test_values_have_the_stated_deviation() -> None:
             assert abs(float(tensor.mean())) < 4 * expected / count**0.5, name
 
 
+def test_layers_that_end_in_the_residual_stream_start_smaller_where_the_model_says_so() -> None:
+    scaled, plain = (
+        logical(build(LLAMA.model_copy(update={"residual_init_scale": wanted}))) for wanted in (True, False)
+    )
+    for name, tensor in plain.items():
+        ends_there = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        expected = tensor / (2 * LLAMA.layers) ** 0.5 if ends_there else tensor
+        assert torch.allclose(scaled[name], expected, rtol=1e-12, atol=0.0), name
+
+
 def test_seeds_and_names_give_other_values() -> None:
     one, other = logical(build(LLAMA, seed=1)), logical(build(LLAMA, seed=2))
     assert not torch.equal(one["head.weight"], other["head.weight"])

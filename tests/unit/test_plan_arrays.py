@@ -178,6 +178,17 @@ def test_small_all_reduces_take_the_tree_and_switches_halve_the_traffic() -> Non
     assert all_reduce_seconds(np.array([1e9]), group, _network(True))[0] == pytest.approx(plain / 1.75, rel=0.01)
 
 
+@pytest.mark.parametrize("in_switch", [False, True])
+def test_whether_switches_add_up_is_what_the_cluster_says(in_switch: bool) -> None:
+    links = _cluster().links
+    assert links.intra is not None
+    intra = links.intra.model_copy(update={"in_switch": in_switch})
+    cluster = _cluster().model_copy(update={"links": links.model_copy(update={"intra": intra})})
+    network = Network.of(cluster)
+    assert bool(network.in_switch) == in_switch
+    assert network.inside_bandwidth == intra.bandwidth * cluster.device.efficiency.link
+
+
 def test_groups_that_share_a_node_share_its_adapters() -> None:
     """One member in each of 4 nodes, eight such groups: an eighth of the node's bandwidth each."""
     apart = Group.of(np.array([4]), np.array([8]), _network())

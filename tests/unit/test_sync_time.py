@@ -104,8 +104,9 @@ def test_on_measured_hosts_auto_is_what_training_takes_there() -> None:
 @pytest.mark.parametrize("layout", ["dp=4", "dp=4 zero=1", "dp=4 zero=2", "dp=4 shard=2 zero=2", "dp=4 shard=2 zero=1"])
 @pytest.mark.parametrize(
     "way",
-    [(), ("compression=bf16",), ("compression=int8",), ("compression=sign",), ("compression=qsgd",),
-     ("compression=dgc",), ("strategy=diloco", "period=1", "compression=int8"), ("strategy=easgd", "period=1"),
+    [(), ("compression=bf16",), ("compression=int8",), ("compression=sign",),
+     ("compression=qsgd", "compression_bits=8"), ("compression=dgc",),
+     ("strategy=diloco", "period=1", "compression=int8"), ("strategy=easgd", "period=1"),
      ("strategy=local", "period=1", "average=state")],
 )  # fmt: skip
 def test_bytes_inside_and_between_nodes_sum_to_the_predicted_ledgers(layout: str, way: tuple[str, ...]) -> None:
