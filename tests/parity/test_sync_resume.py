@@ -18,7 +18,7 @@ from meshwright.job.job import Job
 from meshwright.prove.pool import RankPool
 from meshwright.train.saving import Saver
 from meshwright.train.trainer import Trainer
-from tests.small_jobs import small_job, stopped_and_resumed, train_and_save
+from tests.small_jobs import contents, small_job, stopped_and_resumed, train_and_save
 
 Ranks = Callable[[int], RankPool]
 
