@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.prove.parity import parameter_difference
 from meshwright.prove.server_run import rehearse
+from meshwright.sync.server.cursor import Position
 from meshwright.train.servers import records, run
 from meshwright.train.servers.run import Begin, make_plan
 from tests.small_jobs import SCHEDULED, one_device, request, small_job
@@ -63,8 +64,8 @@ def test_every_so_many_checkpoints_are_drilled(tmp_path: Path, drilled: list[int
     corpora: Any = SimpleNamespace(training=range(100), validation=None)
     say: Callable[..., None] = lambda *words, **more: None  # noqa: E731
     progress: Any = SimpleNamespace(say=say, update=say)
-    notes = records.RunRecords(job, tmp_path, corpora, begin=0, cursor=0, progress=progress, resumed=False)
+    notes = records.RunRecords(job, tmp_path, corpora, begin=0, progress=progress, resumed=False)
     for step in (5, 10, 15, 20):
-        notes.save(step, [], step, [])
+        notes.save(step, [], step, Position(10 * step))
     notes.close()
     assert notes.error is None and drilled == [10, 20]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.job.job import Job
 from meshwright.job.memory import local_elements, pipeline_rank_elements
-from meshwright.job.sync_keys import CASTS, KEYS_OF, LEVEL_AND_WARMUP, MOMENTUM_ONLY, REPLICA_STRATEGIES
+from meshwright.job.sync_keys import KEYS_OF, LEVEL_AND_WARMUP, MOMENTUM_ONLY, REPLICA_STRATEGIES
 from meshwright.job.validate_nodes import slow_level_problems
 
 LEAST_ELEMENTS = 65_536
@@ -144,8 +144,3 @@ def _of_matrices(job: Job, shards: int) -> Iterator[str]:
 def _largest_rank(rows: int, columns: int, least_saving: float) -> int:
     """The largest rank at which a matrix still saves that much."""
     return int(rows * columns / ((rows + columns) * least_saving)) if least_saving else min(rows, columns)
-
-
-def elementwise(kind: str) -> bool:
-    """Whether what happens to an element does not depend on where it stands in its buffer."""
-    return kind in ("none", *CASTS)

@@ -87,8 +87,3 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     mask = (1 << bits) - 1
     codes = torch.stack([(packed >> (bits * index)) & mask for index in range(per_byte)], dim=-1)
     return codes.view(packed.shape[0], -1)[:, :count]
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of ``count`` codes of ``bits`` bits."""
-    return -(-count * bits // 8)
