@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -275,10 +274,5 @@ def load_whole_model(job: Job, path: Path) -> StageModel:
     manifest: Manifest = read_manifest(path)
     dtype = torch.float64 if job.precision.dtype == "float64" else torch.float32
     model = StageModel(spec, range(spec.layers), first=True, last=True).to(dtype)
-    parameters = dict(model.named_parameters())
-    for fqn, segments in model.segments.items():
-        flat = parameters[fqn].data.view(-1)
-        for segment in segments:
-            whole = read_tensor(manifest, segment.name).reshape(-1)
-            flat[segment.start : segment.start + math.prod(segment.sizes)] = whole.to(dtype)
+    model.fill(lambda segment: read_tensor(manifest, segment.name))
     return model

@@ -33,7 +33,6 @@ from meshwright.train.servers.store import owned_ranges, placed
 UPDATES = "updates.jsonl"
 """In the run directory: the order of updates, each with its pushes and what their workers had read."""
 
-
 _SAID = frozenset({
     "worker-lost", "worker-silent", "worker-returned", "server-lost", "server-silent", "server-returned", "new-head",
     "failed",

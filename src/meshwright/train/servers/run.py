@@ -23,6 +23,7 @@ from meshwright.files import replace_text
 from meshwright.job.job import Job
 from meshwright.job.schedule_rules import micro_steps
 from meshwright.observe.progress import StepProgress
+from meshwright.recovery.generation import new_log_folder
 from meshwright.recovery.launch import RanksFailed, last_lines
 from meshwright.recovery.rank import LAUNCHER_VARIABLE, RECORDS_VARIABLE, RankRecord
 from meshwright.recovery.threads import threads_per_rank
@@ -218,7 +219,7 @@ class _Supervisor:
 
     def run(self) -> None:
         job, sync = self.job, self.job.sync
-        self.logs = self._log_folder()
+        self.logs = new_log_folder(self.run_dir)
         listener = listen(sync.server_host, sync.server_port)
         run = Run(write_token(self.run_dir), fingerprint(job), sync.server_timeout)
         self.coordinator = Coordinator(make_plan(job, self.begin), make_mode(job, self.begin), self.records)
@@ -258,13 +259,6 @@ class _Supervisor:
                 f"only processes of this machine reach {host}; for others, set sync.server_host to an address of this "
                 "machine that they reach"
             )
-
-    def _log_folder(self) -> Path:
-        root = self.run_dir / "logs"
-        taken = [int(path.name.removeprefix("attempt-")) for path in root.glob("attempt-[0-9]*")]
-        folder = root / f"attempt-{max(taken, default=0) + 1}"
-        folder.mkdir(parents=True)
-        return folder.absolute()
 
     def _start(self, role: str, index: int) -> None:
         number = len(self.children) + 1
